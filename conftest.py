@@ -114,7 +114,7 @@ def small_disk(tmp_path):
     if os.geteuid() or subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting needs root")
     yield path
-    from jzero.checkpoint.async_save import settle
+    from jzero.checkpoint.async_save import wait_ignoring_errors
 
-    settle()
+    wait_ignoring_errors()
     subprocess.run(["umount", "-l", path], check=True)

@@ -25,7 +25,7 @@ from experiments.quickstart import HELD_OUT_BYTES, positive
 from experiments.show import memory, steps_of
 from experiments.text import BYTES, standard_library
 from jzero import planner
-from jzero.config.source import read
+from jzero.config.source import read_config
 from jzero.data import Packed, TokenFile
 from jzero.data.tokens import open_tokens, token_note
 from models.llama import PRESETS, Llama, LlamaConfig, preset
@@ -134,7 +134,7 @@ def data(args: Namespace, shape: LlamaConfig) -> tuple[TokenFile | Packed, Token
 
 
 def settings(args: Namespace) -> jzero.Config:
-    config = read(args.config)
+    config = read_config(args.config)
     for key, value in args.override:
         inside, (*sections, name) = config, key.split(".")
         for section in sections:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jzero.layout.replicas import all_gather, axis_index, mean
     from jzero.loss import Mean
     from jzero.mesh import make_mesh
-    from jzero.moe.mixture import experts
+    from jzero.moe.expert_layer import experts
     from jzero.moe.routing import Routing, balance_loss, balanced_bias, route
     from jzero.optimizers.groups import mup_groups
     from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from jzero.run.engine import Engine
     from jzero.run.initialize import add_config_arguments, initialize
     from jzero.run.run_report import report
+    from jzero.spread.dimension_search import find_dimensions
     from jzero.spread.rules import Operation
-    from jzero.spread.search import find_dimensions
     from jzero.step.evaluate import make_eval_step
     from jzero.step.state import TrainState
     from jzero.step.train_step import TrainStep, make_train_step
@@ -57,8 +57,8 @@ _HOME = {
     "axis_index": "layout.replicas",
     "balance_loss": "moe.routing",
     "balanced_bias": "moe.routing",
-    "experts": "moe.mixture",
-    "find_dimensions": "spread.search",
+    "experts": "moe.expert_layer",
+    "find_dimensions": "spread.dimension_search",
     "from_flax": "adapters.from_flax",
     "get_local_rank": "distributed.place",
     "get_rank": "distributed.place",

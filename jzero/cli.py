@@ -119,7 +119,7 @@ def plan(args: Namespace) -> int:
     try:
         from jzero.planner import plan_command
 
-        plan_command.start(args)
+        plan_command.start_jax(args)
     finally:
         os.dup2(saved, 2)
         os.close(saved)

@@ -100,7 +100,7 @@ def check_writable(path: Path, key: str) -> None:
         raise refuse("File name too long")
 
 
-def kept(name: str) -> Path:
+def cache_directory(name: str) -> Path:
     """Return the directory of this user's files of one kind that make the next run faster; does not create it.
 
     Args:

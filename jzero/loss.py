@@ -89,14 +89,14 @@ def _sum_and_count(what: str, value: Any) -> Mean:
     return Mean(jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32))
 
 
-def pack(parts: dict[str, Mean]) -> Sums:
+def pack_sums(parts: dict[str, Mean]) -> Sums:
     """Stack every sum and count, so that each pair travels as one array."""
     return {name: jnp.stack(part) for name, part in parts.items()}
 
 
 def read_sums(model: Any, value: Any) -> Sums:
     """Read what the model's loss returned, in the form that travels."""
-    return pack(read_loss(model, value))
+    return pack_sums(read_loss(model, value))
 
 
 def means(sums: Sums) -> Sums:
@@ -122,7 +122,7 @@ def weighted(parts: dict[str, Mean], cotangents: Mean) -> tuple[jax.Array, Sums]
     to_differentiate = loss.sum * cotangents.sum
     if cotangents.count is not None:
         to_differentiate += loss.count * cotangents.count
-    return to_differentiate, pack(parts)
+    return to_differentiate, pack_sums(parts)
 
 
 def total(seen: Sums) -> Sums:

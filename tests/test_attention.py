@@ -125,6 +125,17 @@ def test_half_precision(dtype, softcap):
     np.testing.assert_allclose(np.asarray(found, "f4"), expected, atol=0.03)
 
 
+def test_a_program_in_float16_outside_of_a_step():
+    """JAX refuses to lower the products that its attention asks for in float16 for CPUs."""
+
+    def total(x, dtype):
+        return jzero.attention(x.astype(dtype), *(jnp.asarray(y, dtype) for y in (KEYS, VALUES))).astype("f4").sum()
+
+    run = jax.jit(jax.grad(total), static_argnums=1)
+    found, expected = (run(jnp.asarray(Q, "f4"), dtype) for dtype in ("float16", "float32"))
+    np.testing.assert_allclose(found, expected, atol=0.03)
+
+
 CONFIG = DecoderConfig(3, 32, 4, 2, 48, vocab_size=64, window=3, global_every=3, local_theta=10.0, rope_theta=1e3)
 
 

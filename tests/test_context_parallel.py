@@ -1,7 +1,7 @@
 """Context parallelism of unmodified models: the losses, gradient norms and parameters of one device.
 
 The oracle (`helpers.tensor_models.reference`) is plain JAX. Default tests are a covering sample; `-m slow` runs all.
-The rules of fused attention, which move heads, are in spread/test_kernels.
+The rules of fused attention, which move heads, are in spread/test_fused_attention.
 """
 
 import jax

@@ -16,7 +16,7 @@ import jzero
 from jzero.config import Config
 from jzero.data.curriculum import Curriculum, curriculum_of
 from jzero.planner import memory
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 VOCABULARY, ROWS = 11, 8
 LENGTHS = [4, 8, 8, 12, 12]  # of the first steps

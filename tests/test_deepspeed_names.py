@@ -13,6 +13,7 @@ from helpers.engines import REPLICAS, assert_same, build, engine, mesh, parts, r
 from helpers.sampling import keep
 
 import jzero
+from jzero.step.setup import resolve
 from jzero.step.train_step import TrainStep
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
@@ -143,7 +144,7 @@ def test_a_checkpoint_keeps_the_rate_that_was_set(tmp_path):
 )
 def test_rates_that_cannot_be_set(arguments, more, lr, words):
     model = jzero.from_flax(Net, criterion=squares)
-    step = TrainStep(model, jzero.Config.load(config(**more)), mesh=mesh(), **arguments)
+    step = TrainStep(resolve(model, jzero.Config.load(config(**more)), mesh=mesh(), **arguments))
     with pytest.raises(jzero.ConfigError) as error:
         step.set_lr(lr)
     assert f"set_lr({lr!r}): " in str(error.value)

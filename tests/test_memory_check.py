@@ -14,7 +14,7 @@ from jzero.planner.advice import Near, nearest, ways
 from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
 from jzero.run import step_memory
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 from models.llama import Llama, preset
 
 ROWS, LENGTH = 16, 64

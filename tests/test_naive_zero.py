@@ -43,10 +43,10 @@ def test_naive_and_stored_gradients(stage):
         return naive_gradient(stage, loss, master, list(xs))
 
     def stored(master, xs):
-        diff, nondiff = storage.prepare(layout, master, precision)
+        diff, nondiff = storage.store_weight(layout, master, precision)
 
         def one(diff, x):
-            return loss(storage.fetch(layout, diff, nondiff, precision), x)
+            return loss(storage.fetch_weight(layout, diff, nondiff, precision), x)
 
         return storage.reduce_gradient(layout, sum(jax.grad(one)(diff, x) for x in xs), mesh, precision)
 

@@ -152,19 +152,19 @@ def test_more_host_memory_than_jax_may_pin(monkeypatch):
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
     monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
     monkeypatch.setenv(pinned_memory.LIMIT, "2")
-    pinned_memory.check(2 * 2**30, mesh)
+    pinned_memory.check_pinnable(2 * 2**30, mesh)
     with pytest.raises(
         jzero.ConfigError, match=r"takes 3 GiB .* JAX may pin 2 for each GPU of host .*; set .*XLA_PJRT_GPU_HOST_MEMORY"
     ):
-        pinned_memory.check(3 * 2**30, mesh)
+        pinned_memory.check_pinnable(3 * 2**30, mesh)
     monkeypatch.setenv(pinned_memory.LIMIT, "100")
     monkeypatch.setattr(pinned_memory, "memory_gb", lambda: 100)
-    pinned_memory.check(45 * 2**30, mesh)
+    pinned_memory.check_pinnable(45 * 2**30, mesh)
     message = (
         rf"on host {re.escape(socket.gethostname())} takes 91 GiB, and 90 may be pinned, .*; use more hosts, or lower"
     )
     with pytest.raises(jzero.ConfigError, match=message):
-        pinned_memory.check(91 * 2**29, mesh)
+        pinned_memory.check_pinnable(91 * 2**29, mesh)
 
 
 def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch):
@@ -173,7 +173,7 @@ def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch):
     monkeypatch.setattr(pinned_memory, "is_gpu", lambda mesh: True)
     monkeypatch.setattr(host_collectives, "anyone", lambda topic, own: own or f"lasting:{topic}: host b has less")
     with pytest.raises(jzero.ConfigError, match=r"^pinned memory: host b has less$"):
-        pinned_memory.check(1, mesh)
+        pinned_memory.check_pinnable(1, mesh)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_processes_of_a_host_share_its_memory(monkeypatch):
             monkeypatch.setattr(module, "hosts", lambda: list(hosts))
 
     on(0, 1, 1)
-    pinned_memory.check(three_quarters, mesh)
+    pinned_memory.check_pinnable(three_quarters, mesh)
     on(0, 0, 1)
     with pytest.raises(jzero.ConfigError, match="the part of the state on host"):
-        pinned_memory.check(three_quarters, mesh)
+        pinned_memory.check_pinnable(three_quarters, mesh)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jzero.display import live, slow_work
 from jzero.planner import GPUS
 from jzero.run import panel as panel_module
 from jzero.run.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
-from jzero.run.panel import Panel, PanelFacts, draw, fields, make_panel
+from jzero.run.panel import Panel, PanelFacts, draw_panel, fields, make_panel
 from jzero.run.speed import CompletedSteps, Ideal, Speed, Totals, between, ideal
 from jzero.step.batch import Amount
 
@@ -48,21 +48,21 @@ def test_the_fields_of_the_first_step_on_cpu_devices():
 def test_a_metric_whose_name_has_escape_codes():
     facts = FACTS._replace(metrics={**FACTS.metrics, "a\x1b[2J": 1.0})
     console = Console(file=io.StringIO(), width=200)
-    console.print(draw(facts))
+    console.print(draw_panel(facts))
     assert r"a\x1b[2J" in console.file.getvalue()
     assert "\x1b" not in console.file.getvalue()
 
 
 def test_the_drawing_has_every_field():
     console = Console(file=io.StringIO(), width=90)
-    console.print(draw(FACTS))
+    console.print(draw_panel(FACTS))
     text = console.file.getvalue()
     assert "step 250 of 1,000" in text
     assert "2 min 5 s, 46.9 s left" in text
     assert "saving a checkpoint, 12 s" in text
     assert all(f"{label} {value}" in text for label, value in fields(FACTS).items())
     without = Console(file=io.StringIO(), width=90)
-    without.print(draw(FACTS._replace(total=None, left=None)))
+    without.print(draw_panel(FACTS._replace(total=None, left=None)))
     assert "step 250 ─" in without.file.getvalue()
     assert "left" not in without.file.getvalue()
 
@@ -338,4 +338,4 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch):
     assert not display.is_left()
     shell.execution_count = 4
     assert display.is_left()
-    assert "text/html" in draw(FACTS)._repr_mimebundle_(["text/html"], [])
+    assert "text/html" in draw_panel(FACTS)._repr_mimebundle_(["text/html"], [])

@@ -107,7 +107,7 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
         raise RuntimeError("no memory")
 
     if fault == "the save":
-        monkeypatch.setattr(replay, "save", no_memory)
+        monkeypatch.setattr(watch, "save_replay", no_memory)
     else:
         monkeypatch.setattr(watch, "anyone", lambda topic, problem, timeout: problem or "no memory")
     engine = jzero.initialize(

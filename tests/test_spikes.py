@@ -9,7 +9,7 @@ from helpers.reference import assert_bitwise
 from helpers.sampling import keep
 
 import jzero
-from jzero.run.diagnosis.spikes import limit
+from jzero.run.diagnosis.spikes import spike_threshold
 
 ROWS = 8
 
@@ -97,5 +97,7 @@ def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
 
 def test_the_limit_does_not_move_with_one_outlier():
     calm = list(SLOPES)
-    assert limit([*calm, 1e6], 6) == pytest.approx(limit(calm, 6), rel=0.05)
-    assert limit([2.0] * 30, 6) == pytest.approx(2.12)  # values that do not change: six times a hundredth of the median
+    assert spike_threshold([*calm, 1e6], 6) == pytest.approx(spike_threshold(calm, 6), rel=0.05)
+    assert spike_threshold([2.0] * 30, 6) == pytest.approx(
+        2.12
+    )  # values that do not change: six times a hundredth of the median

@@ -1,5 +1,7 @@
 """What a step keeps, donates, traces and draws."""
 
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from helpers.sampling import keep
 
 import jzero
 from jzero.model import stack_loss
+from jzero.passes.gradients import sums_of_squares
 
 
 @pytest.mark.parametrize("stage", keep(range(4), [3]))
@@ -213,3 +216,21 @@ def test_every_replica_micro_batch_layer_and_step_draws_anew(drawing, unroll):
     draws = np.concatenate(draws)
     assert ((draws > 0) & (draws < 1)).all()
     assert len(np.unique(draws.round(4))) > 0.95 * draws.size
+
+
+def test_the_norms_collectives_follow_the_parameters_in_every_process():
+    """A set of names would iterate by the process's hash seed, and processes would wait for each other's sums."""
+    mesh = jzero.make_mesh(zero=2, tensor=2, context=2)
+    groups = [("zero",), ("context",), ("tensor",), ("zero", "tensor"), ("zero", "context"), ("context", "tensor")]
+
+    def order(groups):
+        layouts = [SimpleNamespace(name=str(i), axes=set(axes), trainable=True) for i, axes in enumerate(groups)]
+        run = jax.shard_map(
+            lambda *gs: sums_of_squares(layouts, layouts, list(gs), 1.0, mesh),
+            mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False,
+        )  # fmt: skip
+        jaxpr = jax.make_jaxpr(run)(*map(jnp.ones, range(1, 7))).jaxpr.eqns[0].params["jaxpr"]
+        return [eqn.params["axes"] for eqn in jaxpr.eqns if eqn.primitive.name == "psum"]
+
+    assert order(groups) == groups
+    assert order(groups[::-1]) == groups[::-1]

@@ -15,7 +15,7 @@ from helpers.tensor_models import WIDTH, errors, make_step
 
 import jzero
 from jzero.errors import ConfigError
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 VOCAB, HEAD = 67, WIDTH // 4
 # The bytes of one device: tensor 2 halves a divided parameter, and zero 2 the masters and the gradients of each.

@@ -83,7 +83,7 @@ def test_what_counts(monkeypatch):
         monkeypatch.setattr(heartbeat, name, value)
     with pytest.raises(ValueError, match="out of memory"), heartbeat.work(steady=True):
         raise ValueError("out of memory")
-    assert (heartbeat.pending(), heartbeat.counts()[1]) == ((0.0, False), 0)
+    assert (heartbeat.pending(), heartbeat.step_counts()[1]) == ((0.0, False), 0)
     with heartbeat.work():
         time.sleep(0.01)
         assert heartbeat.pending()[0] > 0
@@ -91,7 +91,7 @@ def test_what_counts(monkeypatch):
     with heartbeat.work(steady=True) as finished_when:
         finished_when(jnp.ones(1))
     assert [work.steady for _, work in heartbeat._waiting] == [False, True]
-    assert heartbeat.counts()[1] == 2
+    assert heartbeat.step_counts()[1] == 2
 
 
 def test_the_first_run_of_a_program_is_not_steady():
@@ -110,7 +110,7 @@ def test_bad_limits(monkeypatch):
         jzero.Config.load({"train_batch_size": 1, "watchdog": {"floor": 60, "ceiling": 30}})
     monkeypatch.setenv("JZERO_HANG_TIMEOUT", "soon")
     with pytest.raises(jzero.ConfigError, match="JZERO_HANG_TIMEOUT = 'soon': must be seconds"):
-        watchdog.start(600, 1800)
+        watchdog.watch_for_hangs(600, 1800)
 
 
 PROGRAM = """
@@ -191,10 +191,10 @@ def test_a_job_without_the_launcher(tmp_path, what):
 def test_a_work_inside_of_another_is_a_part_of_it(monkeypatch):
     """A search for what is not finite runs programs; each would count as a finished step."""
     monkeypatch.setattr(heartbeat, "_waiting", deque())
-    finished, begun = heartbeat.counts()
+    finished, begun = heartbeat.step_counts()
     with heartbeat.work():
         with heartbeat.work(steady=True):
-            assert heartbeat.counts() == (finished, begun + 1)
+            assert heartbeat.step_counts() == (finished, begun + 1)
         assert not heartbeat._waiting
     assert [work.steady for _, work in heartbeat._waiting] == [False]
-    assert heartbeat.counts() == (finished, begun + 1)
+    assert heartbeat.step_counts() == (finished, begun + 1)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import jax
 
-from jzero.adapters.methods import FlaxModel, changed, extra_for, returned
+from jzero.adapters.methods import FlaxModel, add_state, changed, extra_for
 from jzero.adapters.torch_habits import check_no_torch_module
 from jzero.errors import ConfigError
 from jzero.model import StackModel
@@ -36,7 +36,7 @@ def add_criterion(net: Net, criterion: Callable, has_aux: bool = False) -> Net:
 
     def apply(result: PyTree, labels: PyTree, extra: dict[str, PyTree]) -> PyTree:
         outputs, new = result if net.state else (result, {})
-        return returned(net, criterion(outputs, labels, **extra_for(criterion, extra, refusal)), new)
+        return add_state(net, criterion(outputs, labels, **extra_for(criterion, extra, refusal)), new)
 
     def loss(params: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         inputs, labels = inputs_and_labels(batch)

@@ -67,7 +67,7 @@ def changed(model: M, **attributes: object) -> M:
     return other
 
 
-def returned(model: FlaxModel, result: PyTree, new: dict[str, PyTree]) -> PyTree:
+def add_state(model: FlaxModel, result: PyTree, new: dict[str, PyTree]) -> PyTree:
     """Return the result as `jzero.model` describes it: with the new state, if the model has state."""
     return (result, new) if model.state else result
 
@@ -86,7 +86,7 @@ class ModuleModel(FlaxModel):
     run: Callable[[PyTree, jax.Array | None, Callable[[Any], PyTree]], Outcome]
 
     def loss(self, params: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
-        return returned(self, *self.run(params, rng, lambda module: self.loss_fn(module, batch, rng, **extra)))
+        return add_state(self, *self.run(params, rng, lambda module: self.loss_fn(module, batch, rng, **extra)))
 
     def predicting(self, fn: Callable | None) -> Self:
         """Return the model with `fn(module, batch)`, or `module(batch)`, in the place of the loss."""

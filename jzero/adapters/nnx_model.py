@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jzero.adapters.methods import ModuleModel, Outcome, changed, copy_description, returned, stack_outputs, with_taken
+from jzero.adapters.methods import ModuleModel, Outcome, add_state, changed, copy_description, stack_outputs, with_taken
 from jzero.adapters.nnx_apply import VALUES, Apply, Build, constants_of
 from jzero.errors import ConfigError, some_of
 from jzero.model import ENDS, STACK, Inputs, stack_loss
@@ -93,16 +93,16 @@ class NNXStackModel(NNXModel):
     def prefix(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         if extra and not self.takes_extra:
             raise ConfigError("extra: neither prefix nor suffix takes it; write def suffix(self, x, batch, extra)")
-        return returned(self, *self.ends.run(ends, rng, lambda module: with_taken(extra, module.prefix, batch)))
+        return add_state(self, *self.ends.run(ends, rng, lambda module: with_taken(extra, module.prefix, batch)))
 
     def block(self, layer: PyTree, x: PyTree, rng: jax.Array | None) -> PyTree:
-        return returned(self, *self.layer.run(layer, rng, lambda module: module(x)))
+        return add_state(self, *self.layer.run(layer, rng, lambda module: module(x)))
 
     def suffix(self, ends: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         def call(module: Any) -> PyTree:
             return with_taken(extra, partial(self.end, module) if self.end else module.suffix, x, batch)
 
-        return returned(self, *self.ends.run(ends, rng, call))
+        return add_state(self, *self.ends.run(ends, rng, call))
 
     def predicting(self, fn: Callable | None) -> Self:
         """Return the model with `fn(module, x, batch)`, or `module.outputs(x, batch)`, in the place of the suffix."""

@@ -20,9 +20,9 @@ from jzero.adapters.methods import (
     FlaxModel,
     ModuleModel,
     Outcome,
+    add_state,
     changed,
     copy_description,
-    returned,
     stack_outputs,
     with_taken,
 )
@@ -102,11 +102,11 @@ class StackedModel(FlaxModel):
     def prefix(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         call = self._call(ends, batch, rng, extra)
         first = first_call(lambda: self._run(ends, self._layer(ends), rng, self._loss(batch, rng, extra)))
-        return returned(self, call.pack(first), {})
+        return add_state(self, call.pack(first), {})
 
     def block(self, layer: PyTree, x: LayerInput, rng: jax.Array | None) -> PyTree:
         output, new = self.call_layer(layer, rng, x.arguments(rng))
-        return returned(self, x.after(output), new)
+        return add_state(self, x.after(output), new)
 
     def suffix(self, ends: PyTree, x: LayerInput, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         layer = self._layer(ends)
@@ -115,7 +115,7 @@ class StackedModel(FlaxModel):
             return self._run(ends, layer, rng, self._loss(batch, rng, extra))
 
         call_layer = partial(self.call_layer, layer, rng)
-        return returned(self, *finish(run, self.places.layers, x, lambda arguments: call_layer(arguments)[0]))
+        return add_state(self, *finish(run, self.places.layers, x, lambda arguments: call_layer(arguments)[0]))
 
     def loss(self, params: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         return stack_loss(self, params, Inputs(batch, **extra), rng)
@@ -189,7 +189,7 @@ class MethodsModel(StackedModel):
         return self._method("prefix", ends, rng, lambda module: with_taken(extra, module.prefix, batch))
 
     def block(self, layer: PyTree, x: PyTree, rng: jax.Array | None) -> PyTree:
-        return returned(self, *self.call_layer(layer, rng, ((x,), {})))
+        return add_state(self, *self.call_layer(layer, rng, ((x,), {})))
 
     def suffix(self, ends: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, **extra: PyTree) -> PyTree:
         def call(module: Any) -> PyTree:
@@ -208,7 +208,7 @@ class MethodsModel(StackedModel):
             raise ConfigError(f"{self!r}: {name} calls {self.layers.name_of(number or 0)}: jzero runs the layers")
 
         with calls_handled(refuse):  # and without values, so that nothing uses the layers by other means
-            return returned(self, *self._run(ends, self._layer_shapes(ends), rng, f))
+            return add_state(self, *self._run(ends, self._layer_shapes(ends), rng, f))
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:

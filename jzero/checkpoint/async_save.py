@@ -28,9 +28,9 @@ from etils import epath
 from jzero._compat import before_threads_end
 from jzero.checkpoint.checksums import is_key
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
-from jzero.checkpoint.lock import check, hold
+from jzero.checkpoint.lock import check_lock, hold
 from jzero.checkpoint.orbax_trees import nest, silence_orbax
-from jzero.checkpoint.snapshot import has_room, snapshot, to_host
+from jzero.checkpoint.snapshot import copy_to_pinned_memory, has_room, snapshot
 from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
 from jzero.distributed.host_collectives import agree, anyone
@@ -104,7 +104,7 @@ def last_save() -> Save | None:
     return _last
 
 
-def settle() -> None:
+def wait_ignoring_errors() -> None:
     """Wait for the running save, if any, without raising its error."""
     if _last:
         _last.settle()
@@ -112,7 +112,7 @@ def settle() -> None:
 
 def forgive() -> None:
     """Wait for the last save without raising its error, which was already printed."""
-    settle()
+    wait_ignoring_errors()
     if _last:
         _last.reported = True
 
@@ -161,7 +161,7 @@ def save(
     """
     global _last
     began = time.time()
-    settle()
+    wait_ignoring_errors()
     leaves = named(state)
     names = stored_names(state, leaves)
     without = {stored for name in without for stored in names.get(name, (name,))}
@@ -290,7 +290,7 @@ def _complete(path: Path, copies: dict[str, jax.Array], finish: Callable[[], Non
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats hardly compress
 
     def arrays() -> None:
-        host = jax.block_until_ready(to_host(copies))
+        host = jax.block_until_ready(copy_to_pinned_memory(copies))
         copies.clear()  # frees the copies on the devices
         _check_shared(draft)
         present.append(Presence(draft, path))
@@ -299,7 +299,7 @@ def _complete(path: Path, copies: dict[str, jax.Array], finish: Callable[[], Non
         present[0].check()
 
     def complete() -> None:
-        check(path.parent)
+        check_lock(path.parent)
         present[0].check()
         handler.finalize(epath.Path(draft) / STATE)
         present[0].check()
@@ -384,7 +384,7 @@ def _check_shared(draft: Path, patience: float = 10.0) -> None:
 
 
 # Orbax starts threads, which Python forbids once it joins threads at the program's end.
-before_threads_end(settle)
+before_threads_end(wait_ignoring_errors)
 
 
 @atexit.register

@@ -11,7 +11,7 @@ job takes the lock over if
 - the file has not changed for STALE seconds of this process's own clock. The clocks of two hosts are never compared.
 
 Only process 0 of a job calls this module, and shares the result. An owner that was suspended until another job took its
-lock finds out before its next save, and before it completes the one under way (`check`).
+lock finds out before its next save, and before it completes the one under way (`check_lock`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def hold(directory: Path) -> None:
     _keep(file)
 
 
-def check(directory: Path) -> None:
+def check_lock(directory: Path) -> None:
     """Raise a CheckpointError if another job has taken the directory over."""
     seen = _look(file := Path(os.path.realpath(directory)) / LOCK)
     if seen and seen.id != _ID:

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
-from jzero.checkpoint.async_save import settle
+from jzero.checkpoint.async_save import wait_ignoring_errors
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
 from jzero.checkpoint.orbax_trees import all_or_none, nest, read_arrays, silence_orbax
@@ -57,7 +57,7 @@ class Checkpoint:
           ConfigError: it does not exist, or processes pass different arguments.
           CheckpointError: it is incomplete or damaged, or hosts see different checkpoints.
         """
-        settle()
+        wait_ignoring_errors()
         check_same("reading a checkpoint", {"directory": str(directory), "tag": tag})
         path = together("reading a checkpoint", lambda: find_checkpoint(directory, tag))
         # A network file system may show hosts different contents of `latest`: process 0 decides.

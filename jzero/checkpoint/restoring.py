@@ -20,7 +20,7 @@ from jzero.checkpoint.snapshot import Names, layer_sharding
 from jzero.display.slow_work import slow_work
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError, some_of
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8.delayed_scaling import LEAVES
 from jzero.layout.offload import to_devices
 from jzero.optimizers import moments
 from jzero.stored_names import stored_names
@@ -132,7 +132,7 @@ class CheckedRead:
             steps = {self.source.shapes[part][-1] for part in self.names[name] if part in self.source.shapes}
             other = steps - {self.wanted[name].shape[-1]}
             why = "another fp8.amax_history_len" if other else "only the weights are read"
-            found.setdefault(why if steps else "not in the checkpoint", []).append(name.removeprefix(history.LEAVES))
+            found.setdefault(why if steps else "not in the checkpoint", []).append(name.removeprefix(LEAVES))
         for why, weights in found.items():
             log_dist(f"fp8 histories start at zero ({why}): {some_of(weights)}", ranks=[0])
 
@@ -158,14 +158,14 @@ def check_read(
     source = with_moments_of(source, shapes) if wanted else source
 
     def may_lack(name: str) -> bool:
-        return name in kept or (histories and name.startswith(history.LEAVES))
+        return name in kept or (histories and name.startswith(LEAVES))
 
     if selection.strict:
         theirs = [name for name in source.shapes if name in selection and not may_lack(name)]
         source.check_fit({name: shape for name, shape in shapes.items() if not may_lack(name)}, theirs)
     fit = {name for name, shape in shapes.items() if name in source.shapes and shape in (None, source.shapes[name])}
     taken = [name for name in shardings if fit.issuperset(names[name])]
-    zeros = [name for name in wanted if name.startswith(history.LEAVES) and name not in taken]
+    zeros = [name for name in wanted if name.startswith(LEAVES) and name not in taken]
     return CheckedRead(source, wanted, shardings, names, taken, zeros)
 
 

@@ -71,17 +71,17 @@ def snapshot(leaves: Mapping[str, jax.Array], names: Names, room: bool) -> tuple
         if len(names[name]) > 1:  # in buffers of their own, spread over all devices; to the host one leaf at a time
             parts = jax.jit(tuple, out_shardings=(layer_sharding(x.sharding, x.shape),) * len(x))(x)
             own = dict(zip(names[name], parts, strict=True))
-            layers |= own if room else to_host(own)
+            layers |= own if room else copy_to_pinned_memory(own)
     sums = checksums(whole | layers)
     if not room:
         keys = {name: x for name, x in whole.items() if is_key(x)}
         # Random keys cannot be transferred as such, so their data is copied first.
-        return to_host(whole | layers | (jax.jit(_copies)(keys) if keys else {})), sums
+        return copy_to_pinned_memory(whole | layers | (jax.jit(_copies)(keys) if keys else {})), sums
     copies = jax.jit(_copies, out_shardings={name: copy_sharding(x) for name, x in whole.items()})(whole)
     return copies | layers, sums
 
 
-def to_host(copies: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def copy_to_pinned_memory(copies: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Transfer the copies to pinned host memory, the fastest transfer from a GPU."""
     device: Any = next(iter(next(iter(copies.values())).sharding.device_set))
     if device.platform == "cpu":

@@ -56,11 +56,11 @@ def rename(data: dict[str, Any]) -> Iterator[str]:
             continue
         if section.get(new) is not None:
             what = "the deprecated" if other in DEPRECATED else "another"
-            yield f"{shown(other, value)}: is {what} name of {key}, also given; keep {key}"
+            yield f"{setting_text(other, value)}: is {what} name of {key}, also given; keep {key}"
         elif other not in OLD_OFFLOAD:
             section[new if other in RENAMED else name] = value
         elif type(value) is not bool:
-            yield f'{shown(other, value)}: must be true or false; or write {key}: {{"device": "cpu"}}'
+            yield f'{setting_text(other, value)}: must be true or false; or write {key}: {{"device": "cpu"}}'
         elif value:
             section[new] = {"device": "cpu"}
 
@@ -72,7 +72,7 @@ def section_of(data: object, path: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def shown(key: str, value: object) -> str:
+def setting_text(key: str, value: object) -> str:
     """Write a key and its value as in the JSON file, masked under a secret's name."""
     return f"{key} = {as_json(mask(key, value))}"
 

@@ -17,7 +17,7 @@ from jzero.config.checks import contradictions
 from jzero.config.keys import Ignored, Replaced
 from jzero.config.screen import screen
 from jzero.config.sections import Settings
-from jzero.config.source import read
+from jzero.config.source import read_config
 from jzero.errors import ConfigError
 from jzero.values.kinds import Dtype
 
@@ -52,7 +52,7 @@ class Config(Settings):
         Raises:
           ConfigError: with every problem of the config in `.problems`.
         """
-        return source if isinstance(source, cls) else cls(**read(source))
+        return source if isinstance(source, cls) else cls(**read_config(source))
 
     @property
     def autos(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from jzero.values import kinds
 from jzero.values.kinds import Kind
-from jzero.values.layer_specs import LAYER_SPECS
+from jzero.values.layer_spec_kinds import LAYER_SPECS
 
 Flag = Annotated[bool, kinds.FLAG]
 Text = Annotated[str, kinds.TEXT]

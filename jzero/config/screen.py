@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic.fields import FieldInfo
 
 from jzero.config import keys
-from jzero.config.aliases import rename, renamed, shown, translate
+from jzero.config.aliases import rename, renamed, setting_text, translate
 from jzero.config.fields import OR_NULL, Section, kind_of
 from jzero.config.keys import KEYS, Ignored, Key, Replaced, dotted_key
 from jzero.config.sections import Settings
@@ -202,7 +202,7 @@ def _is_good(section: str, key: str, value: object, found: Screened) -> bool:
             return True
         found.wrong |= {path, *meant(path)}
         advice = f"unknown key; {suggest(section, key, value)}"
-        found.notes.append(f"{shown(path, value)}: {advice}" if found.strict else Ignored(path, value, advice))
+        found.notes.append(f"{setting_text(path, value)}: {advice}" if found.strict else Ignored(path, value, advice))
     elif isinstance(row := _ROWS[path], Key):
         _take(path, value, row, found)
     elif isinstance(row, FieldInfo) and (kind := kind_of(row)):
@@ -215,7 +215,7 @@ def _is_good(section: str, key: str, value: object, found: Screened) -> bool:
         except ValueError as wrong:
             default = "" if row.default is None else f" for the default {as_json(row.default)}"
             leave = "" if row.is_required() else f"; or leave it out{default}"
-            found.problem(path, f"{shown(path, value)}: {wrong}{leave}")
+            found.problem(path, f"{setting_text(path, value)}: {wrong}{leave}")
     elif isinstance(value, dict):
         return _read_section(path, value, found) and row is not None
     elif not _asks_nothing(path, value):
@@ -239,9 +239,9 @@ def _take(path: str, value: object, row: Key, found: Screened) -> None:
             row.kind(value)
     except ValueError as wrong:
         if row.fate == "refused":
-            found.refused.setdefault(row.text, []).append(shown(path, value))
+            found.refused.setdefault(row.text, []).append(setting_text(path, value))
         else:
-            found.notes.append(f"{shown(path, value)}: {wrong}; or leave it out (replaced by {row.text})")
+            found.notes.append(f"{setting_text(path, value)}: {wrong}; or leave it out (replaced by {row.text})")
         return
     if row.fate == "replaced":
         found.notes.append(Replaced(path, value, row.text))
@@ -265,7 +265,7 @@ def _no_section(path: str, value: object) -> str:
     inside = names_inside(path, FIELDS) or names_inside(path, KNOWN)
     hint = f"; did you mean {as_json(meant)}?" if (meant := _section_for(value, inside)) else ""
     with_keys = f" with the keys {', '.join(inside)}" if len(inside) <= LISTED else ""
-    return f"{shown(path, value)}: must be a section {{...}}{with_keys}{hint}"
+    return f"{setting_text(path, value)}: must be a section {{...}}{with_keys}{hint}"
 
 
 def _section_for(value: object, inside: Collection[str]) -> dict[str, object]:

@@ -37,7 +37,7 @@ def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -
     """
     if replicas < 1:
         raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero × expert)")
-    if former and (sizes := kept(s, replicas, former)):
+    if former and (sizes := keep_global_batch(s, replicas, former)):
         return sizes
     train, micro, accum = s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
     if accum is None:
@@ -68,7 +68,7 @@ def given(s: Settings) -> list[int | None]:
     return [getattr(s, key) for key in BATCH]
 
 
-def kept(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
+def keep_global_batch(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
     """Keep the global batch of the run that resumes, by accumulation; None if the config's own sizes count.
 
     Learning rate and schedule were tuned for that global batch, and more or fewer replicas are no reason to change it.

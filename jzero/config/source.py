@@ -16,7 +16,7 @@ LARGEST = 2**20  # characters of a file; configs have a few thousand
 ACCEPTED = "a path to a JSON or hjson file, a dict, a urlsafe-base64 string of JSON, or a Config"
 
 
-def read(source: object) -> dict[str, Any]:
+def read_config(source: object) -> dict[str, Any]:
     """Read the config as a dict, without checking its values.
 
     Raises:

@@ -91,7 +91,7 @@ class PackedRows:
         self.store, self.length = store, length
         self.pieces, self.offsets = np.arange(len(store.sizes)), np.arange(len(store.sizes) + 1)  # a row each
         if packed:
-            self.pieces, self.offsets = pack(store.sizes, length)
+            self.pieces, self.offsets = pack_pieces(store.sizes, length)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -174,7 +174,7 @@ def _cut(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray
     return np.repeat(starts, counts) + number * length, np.minimum(rest, length)
 
 
-def pack(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def pack_pieces(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign pieces to rows: row r holds pieces[offsets[r] : offsets[r + 1]], in that order.
 
     Longest-pack-first over a histogram of sizes (Krell et al., arXiv:2107.02027): a row takes the longest piece left,
@@ -188,7 +188,7 @@ def pack(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       (indices into `sizes` [pieces], offsets [rows + 1])
 
-    >>> pieces, offsets = pack(np.array([2, 5, 3, 4]), length=6)
+    >>> pieces, offsets = pack_pieces(np.array([2, 5, 3, 4]), length=6)
     >>> pieces.tolist(), offsets.tolist()
     ([1, 3, 0, 2], [0, 1, 3, 4])
     """

@@ -50,10 +50,10 @@ def colour(index: int) -> str:
     return SHARDS[index % len(SHARDS)]
 
 
-def numbers(found: list[int], limit: int = 4) -> str:
+def number_ranges(found: list[int], limit: int = 4) -> str:
     """Write numbers in a few characters.
 
-    >>> numbers([0, 1, 2, 3]), numbers([1, 5]), numbers(list(range(0, 64, 2)))
+    >>> number_ranges([0, 1, 2, 3]), number_ranges([1, 5]), number_ranges(list(range(0, 64, 2)))
     ('0-3', '1, 5', '0, 2, 4, … 62')
     """
     if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):

@@ -64,7 +64,7 @@ def drawing(name: str, figure: Figure) -> str:
     return f'<figure role="img" aria-label="{escape(name, quote=True)}">{svg}</figure>'
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
     """Format a table of numbers, or with the kind "words" one whose last column has words."""
     head = "".join(_cell(cell, "th") for cell in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)

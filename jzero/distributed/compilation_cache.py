@@ -15,7 +15,7 @@ import jax
 
 from jzero.distributed.host_collectives import agree
 from jzero.distributed.joining import hosts
-from jzero.files import kept
+from jzero.files import cache_directory
 
 ENABLED, DIRECTORY = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # options of JAX
 DAYS = 30  # a program that is older is removed, and compiled again where it is needed
@@ -69,7 +69,7 @@ def _directory() -> Path | None:
     if getattr(jax.config, DIRECTORY) is not None or not getattr(jax.config, ENABLED):
         return None
     try:
-        directory = kept("programs").absolute()
+        directory = cache_directory("programs").absolute()
         for path in (directory.parent, directory):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = path.stat()

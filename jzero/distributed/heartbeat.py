@@ -37,7 +37,7 @@ _moved = 0.0  # when a work last finished
 _times: deque[float] = deque(maxlen=20)  # seconds of the last steady steps
 
 
-def start() -> None:
+def start_step_counter() -> None:
     """Start counting in a thread, so that training never waits for the devices; do nothing in a process that is alone.
 
     A process of the launcher is never alone.
@@ -89,11 +89,11 @@ def waiting() -> contextlib.AbstractContextManager[object]:
     return work(counts=False)
 
 
-def counts() -> tuple[int, int]:
+def step_counts() -> tuple[int, int]:
     return _finished, _begun
 
 
-def times() -> list[float]:
+def step_times() -> list[float]:
     """Return the seconds that each of the last steady steps took."""
     return list(_times)
 

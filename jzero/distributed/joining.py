@@ -70,7 +70,7 @@ def init_distributed(timeout: float | timedelta | None = None, **deepspeed: obje
         raise ConfigError(f"init_distributed: timeout = {timeout}: must be a positive number of seconds, or None")
     last_words.install()
     place = find_place(os.environ)
-    heartbeat.start()
+    heartbeat.start_step_counter()
     if place.size == 1 or jax.distributed.is_initialized():
         return
     if _compat.backends_are_initialized():

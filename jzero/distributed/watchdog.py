@@ -35,7 +35,7 @@ _ending, _tripped = threading.Event(), threading.Event()
 _started = False
 
 
-def start(floor: float, ceiling: float) -> None:
+def watch_for_hangs(floor: float, ceiling: float) -> None:
     """Watch this process, if it is one of several.
 
     Args:
@@ -66,11 +66,11 @@ def _end(thread: threading.Thread) -> None:
     thread.join(ANSWER)
 
 
-def limit(times: Sequence[float], floor: float, ceiling: float) -> float:
+def step_time_limit(times: Sequence[float], floor: float, ceiling: float) -> float:
     """Return the seconds that a step may take, from those of the recent ones; without any it may compile.
 
-    >>> limit([], 600, 1800), limit([0.1, 0.2], 600, 1800), limit([0.1, 50.0], 600, 1800), limit([200.0], 600, 1800)
-    (1800, 600, 1000.0, 1800)
+    >>> [step_time_limit(times, 600, 1800) for times in ([], [0.1, 0.2], [0.1, 50.0], [200.0])]
+    [1800, 600, 1000.0, 1800]
     """
     return min(ceiling, max(floor, TIMES * max(times))) if times else ceiling
 
@@ -78,7 +78,7 @@ def limit(times: Sequence[float], floor: float, ceiling: float) -> float:
 def _watch(floor: float, ceiling: float) -> None:
     while not _ending.wait(1.0):
         idle, steady = heartbeat.pending()
-        most = limit(heartbeat.times() if steady else (), floor, ceiling)
+        most = step_time_limit(heartbeat.step_times() if steady else (), floor, ceiling)
         if idle > most and heartbeat.launched():
             if jax.process_index() == 0:
                 print(nccl_status(), file=sys.stderr, flush=True)
@@ -105,7 +105,7 @@ def _answer(_floor: float, _ceiling: float) -> None:
         _print_stacks()  # first: once all have answered, the other process ends
     _leave_within(2 * ANSWER)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service does not answer now
-        publish(_STEPS, "{} {}".format(*heartbeat.counts()))
+        publish(_STEPS, "{} {}".format(*heartbeat.step_counts()))
 
 
 def _print_stacks() -> None:

@@ -49,11 +49,11 @@ def grouped_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """
     if x.dtype != w.dtype:
         raise TypeError(f"grouped_dot of {x.dtype} rows and {w.dtype} matrices: both need the same dtype")
-    lower_grouped_products(choose)
+    lower_grouped_products(choose_kernel)
     return lax.ragged_dot(x, w, sizes)
 
 
-def choose(avals: Shapes, out: jax.core.ShapedArray, params: dict[str, Any], device: Device) -> Kernel | None:
+def choose_kernel(avals: Shapes, out: jax.core.ShapedArray, params: dict[str, Any], device: Device) -> Kernel | None:
     """Choose the kernel of a `ragged_dot_general`; None: XLA's program.
 
     Args:

@@ -36,7 +36,7 @@ class State(Enum):
     KILLED = "the agents' inputs are closed, and so they kill what is left"
 
 
-class Event(Enum):
+class AttemptEvent(Enum):
     STARTED = "the agents have their processes"
     FAILURE = "a rank failed, a host was lost, no step finished, or the command itself broke; the first one counts"
     SIGNAL = "the command received SIGINT, SIGTERM or SIGHUP"
@@ -80,7 +80,7 @@ class Attempt:
         self._notice: float | None = math.inf  # when the command prints which ranks still run; None: it has
         self._deadline = math.inf  # when the remaining processes are killed
 
-    def _on(self, event: Event) -> None:
+    def _on(self, event: AttemptEvent) -> None:
         """Take the transition of the event; an event that the table does not name changes nothing."""
         if (self.state, event) in TRANSITIONS:
             self.state, action = TRANSITIONS[self.state, event]
@@ -99,7 +99,7 @@ class Attempt:
         self.job = job
         self.left = {process.rank: process for host in job.hosts_here for process in job.of(host)}
         self.lines = {rank: deque(maxlen=20) for rank in self.left}
-        self._on(Event.STARTED)
+        self._on(AttemptEvent.STARTED)
 
     def receive(self, kind: str, value: Any) -> None:
         match kind, value:
@@ -124,7 +124,7 @@ class Attempt:
     def interrupt(self, number: int) -> None:
         """Handle a signal to the command: the scripts get the first one, and the second one kills them."""
         self.signalled = self.signalled or number
-        self._on(Event.SIGNAL)
+        self._on(AttemptEvent.SIGNAL)
 
     def fail(
         self, code: int, what: str, *, grace: float = FAILURE_GRACE, silence: float = 0.0, rank: int | None = None
@@ -139,7 +139,7 @@ class Attempt:
         if self.failure is None:
             now = time.time()
             self.failure, self._grace = Failure(128 - code if code < 0 else code, what, now - silence, now, rank), grace
-            self._on(Event.FAILURE)
+            self._on(AttemptEvent.FAILURE)
 
     def tick(self) -> None:
         now, limit = self._clock(), self.job.options.hang_timeout
@@ -156,7 +156,7 @@ class Attempt:
             others = codes or ("the others have ended well" if len(self.left) < len(self.lines) else "")
             self.say(f"still running: rank {listed(self.left)}{f' ({others})' if others else ''}")
         if now > self._deadline:
-            self._on(Event.LATE)
+            self._on(AttemptEvent.LATE)
 
     def _exited(self, rank: int, code: int) -> None:
         """Record the end of a rank; the first failure ends the job."""
@@ -223,16 +223,16 @@ class Attempt:
         return self.failure.code if self.failure else 0
 
 
-TRANSITIONS: dict[tuple[State, Event], tuple[State, Callable[[Attempt], None]]] = {
-    (State.CONNECTING, Event.STARTED): (State.RUNNING, lambda attempt: attempt.progress.begin()),
-    (State.CONNECTING, Event.FAILURE): (State.FAILED, Attempt._stop),
-    (State.CONNECTING, Event.SIGNAL): (State.INTERRUPTED, Attempt._pass_on),
-    (State.RUNNING, Event.FAILURE): (State.FAILED, Attempt._stop),
-    (State.RUNNING, Event.SIGNAL): (State.INTERRUPTED, Attempt._pass_on),
-    (State.FAILED, Event.SIGNAL): (State.INTERRUPTED, Attempt._pass_on),
-    (State.FAILED, Event.LATE): (State.KILLED, Attempt._kill),
-    (State.INTERRUPTED, Event.FAILURE): (State.INTERRUPTED, Attempt._stop),
-    (State.INTERRUPTED, Event.SIGNAL): (State.KILLED, Attempt._kill),
-    (State.INTERRUPTED, Event.LATE): (State.KILLED, Attempt._kill),
-    (State.KILLED, Event.LATE): (State.KILLED, Attempt._kill),
+TRANSITIONS: dict[tuple[State, AttemptEvent], tuple[State, Callable[[Attempt], None]]] = {
+    (State.CONNECTING, AttemptEvent.STARTED): (State.RUNNING, lambda attempt: attempt.progress.begin()),
+    (State.CONNECTING, AttemptEvent.FAILURE): (State.FAILED, Attempt._stop),
+    (State.CONNECTING, AttemptEvent.SIGNAL): (State.INTERRUPTED, Attempt._pass_on),
+    (State.RUNNING, AttemptEvent.FAILURE): (State.FAILED, Attempt._stop),
+    (State.RUNNING, AttemptEvent.SIGNAL): (State.INTERRUPTED, Attempt._pass_on),
+    (State.FAILED, AttemptEvent.SIGNAL): (State.INTERRUPTED, Attempt._pass_on),
+    (State.FAILED, AttemptEvent.LATE): (State.KILLED, Attempt._kill),
+    (State.INTERRUPTED, AttemptEvent.FAILURE): (State.INTERRUPTED, Attempt._stop),
+    (State.INTERRUPTED, AttemptEvent.SIGNAL): (State.KILLED, Attempt._kill),
+    (State.INTERRUPTED, AttemptEvent.LATE): (State.KILLED, Attempt._kill),
+    (State.KILLED, AttemptEvent.LATE): (State.KILLED, Attempt._kill),
 }

@@ -67,7 +67,7 @@ class Connecting:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))  # three pipes for each host
         hellos = await self._greet_all()
         while found := await self._check(hellos):
-            rows = table(hellos, found)
+            rows = host_table(hellos, found)
             well = [host for host in self.job.hosts_here if host not in found]
             if not 0 < self.job.options.min_nodes <= len(well):
                 raise ConfigError(f"nothing was started:\n{rows}")
@@ -205,7 +205,7 @@ def faults(hellos: Mapping[str, Hello], wanted: Mapping[str, int]) -> Faults:
     return dict(found)
 
 
-def table(hellos: Mapping[str, Hello], found: Mapping[str, list[str]]) -> str:
+def host_table(hellos: Mapping[str, Hello], found: Mapping[str, list[str]]) -> str:
     """Draw one row per host: versions, devices and faults."""
     from rich import box
     from rich.console import Console

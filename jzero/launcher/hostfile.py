@@ -86,7 +86,7 @@ def parse_filter(text: str, option: str) -> dict[str, list[int] | None]:
     return {host: sorted(ids) or None for host, ids in chosen.items()}
 
 
-def choose(
+def select_hosts(
     hosts: Mapping[str, Sequence[int | str]], *, include: str = "", exclude: str = "", num_nodes: int = -1,
     num_gpus: int = -1,
 ) -> Hosts:  # fmt: skip

@@ -16,7 +16,7 @@ from jzero.distributed.connections import is_own
 from jzero.distributed.place import DEFAULT_PORT, MOST_HOSTS, host_fault, number_from, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher import environment, hostfile
-from jzero.launcher.hostfile import LOCAL, Hosts
+from jzero.launcher.hostfile import LOCAL, Hosts, select_hosts
 from jzero.launcher.options import parser
 
 HOSTFILE = "/job/hostfile"
@@ -245,7 +245,7 @@ def _hosts(o: argparse.Namespace, env: Mapping[str, str]) -> Hosts:
         )
     else:
         known = {LOCAL: _devices(o, env)}
-    hosts = hostfile.choose(known, include=o.include, exclude=o.exclude, num_nodes=o.num_nodes, num_gpus=o.num_gpus)
+    hosts = select_hosts(known, include=o.include, exclude=o.exclude, num_nodes=o.num_nodes, num_gpus=o.num_gpus)
     if bare := [host for host, ids in hosts.items() if not ids]:
         raise ConfigError(
             f"{', '.join(bare)}: CUDA_VISIBLE_DEVICES = {env['CUDA_VISIBLE_DEVICES']!r} leaves none of its slots; "

@@ -10,7 +10,7 @@ import re
 from jzero.distributed import machine
 from jzero.errors import install_command
 from jzero.launcher import hostfile, options
-from jzero.launcher.connecting import Connecting, Hello, faults, table
+from jzero.launcher.connecting import Connecting, Hello, faults, host_table
 from jzero.launcher.job import Job, make_job
 from jzero.launcher.link import close_all
 from jzero.launcher.output import quiet_stderr
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     found = faults(hellos, {host: len(ids) * gpus for host, ids in job.hosts.items()})
     for host, hello in hellos.items():
         found.setdefault(host, []).extend(weak_points(hello) if "error" not in hello else [])
-    print(table(hellos, found))
+    print(host_table(hellos, found))
     for host, hello in hellos.items():
         if hello.get("topology"):
             print(f"{host}\n{hello['topology']}")

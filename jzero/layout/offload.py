@@ -36,12 +36,12 @@ def on_host(x: jax.Array) -> bool:
     return x.sharding.memory_kind == HOST
 
 
-def place(shardings: PyTree, on_host: PyTree) -> PyTree:
+def with_memory_kinds(shardings: PyTree, on_host: PyTree) -> PyTree:
     """Give the shardings of the leaves on the host their memory kind; `on_host` is a tree of bools."""
     return jax.tree.map(lambda s, there: s.with_memory_kind(HOST) if there else s, shardings, on_host)
 
 
-def read(layout: ParamLayout, master: jax.Array, dtype: Any) -> jax.Array:
+def copy_to_device(layout: ParamLayout, master: jax.Array, dtype: Any) -> jax.Array:
     """Copy a local master to the device in another dtype, in a loop over its layers."""
     if not layout.on_host.master or layout.on_host.in_use:
         return master
@@ -82,7 +82,7 @@ def as_stored(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(view, tree, like)
 
 
-def choose(layouts: PyTree, config: ZeroConfig) -> PyTree:
+def choose_host_state(layouts: PyTree, config: ZeroConfig) -> PyTree:
     """Choose which parts of each parameter's state live in host memory: `ParamLayout.on_host`.
 
     Under `offload_optimizer.ratio` it is the largest parameters', until that share of all elements is reached.
@@ -104,7 +104,7 @@ def choose(layouts: PyTree, config: ZeroConfig) -> PyTree:
     return jax.tree.map(lambda layout: dataclasses.replace(layout, on_host=on_host(layout)), layouts)
 
 
-def check(config: ZeroConfig, mesh: Mesh) -> None:
+def check_offload(config: ZeroConfig, mesh: Mesh) -> None:
     """Raise a ConfigError if the mesh does not support the configured offload."""
     if config.offload_param.device == "cpu" and config.stage == 3 and mesh.shape[PIPE] > 1:
         raise ConfigError(

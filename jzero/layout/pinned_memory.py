@@ -54,7 +54,7 @@ def gpus_of_host(env: Mapping[str, str], root: Path = Path("/")) -> int:
     return max(1, sum(path.name.removeprefix("nvidia").isdigit() for path in (root / "dev").glob("nvidia*")))
 
 
-def check(n_bytes: int, mesh: Mesh) -> None:
+def check_pinnable(n_bytes: int, mesh: Mesh) -> None:
     """Raise a ConfigError if this host cannot pin `n_bytes` for each of its devices, or JAX may not.
 
     All processes must call it.

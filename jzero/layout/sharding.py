@@ -22,7 +22,7 @@ from jzero.tree import PyTree, named, path_name
 
 
 class OnHost(NamedTuple):
-    """Which parts of a parameter's state live in host memory, see `jzero.layout.offload.choose`.
+    """Which parts of a parameter's state live in host memory, see `jzero.layout.offload.choose_host_state`.
 
     Attributes:
       master: the master, or a frozen parameter.
@@ -38,7 +38,7 @@ class OnHost(NamedTuple):
 ON_DEVICE = OnHost()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParamLayout:
     """The placement of one parameter, shared by its master, moments and reduced gradient.
 
@@ -60,9 +60,9 @@ class ParamLayout:
     name: str
     shape: tuple[int, ...]
     spec: PartitionSpec
-    dim: int | None
-    stacked: bool
-    trainable: bool
+    dim: int | None = None
+    stacked: bool = False
+    trainable: bool = False
     rule: Rule
     why: str = ""
     state: bool = False
@@ -147,10 +147,10 @@ def param_layouts(
             rule = RULES[0]
         elif name not in facts.state:
             rule = rule._replace(plus=plus.of(x, tuple(local), mesh.shape[ZERO]))
-        held = tuple(own.items())
         return ParamLayout(
-            name, tuple(x.shape), spec, dim, stacked, trainable, rule, why, name in facts.state, divided=held
-        )
+            name=name, shape=tuple(x.shape), spec=spec, dim=dim, stacked=stacked, trainable=trainable, rule=rule,
+            why=why, state=name in facts.state, divided=tuple(own.items()),
+        )  # fmt: skip
 
     layouts = jax.tree_util.tree_map_with_path(layout, facts.shapes)
     if unknown := sorted(set(facts.state) - {layout.name for layout in jax.tree.leaves(layouts)}):
@@ -267,6 +267,6 @@ def optimizer_layouts(opt_state: PyTree, layouts: PyTree) -> PyTree:
         owner = owner_of(path_name(path))
         if owner is not None and owner.shape == tuple(x.shape):
             return owner
-        return ParamLayout(path_name(path), tuple(x.shape), PartitionSpec(), None, False, False, RULES[0])
+        return ParamLayout(name=path_name(path), shape=tuple(x.shape), spec=PartitionSpec(), rule=RULES[0])
 
     return jax.tree_util.tree_map_with_path(layout, opt_state)

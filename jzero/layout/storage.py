@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8.delayed_scaling import GradientSlots, scales, zero_counts
 from jzero.kernels.fp8.quantized import Quantized, quantize_weight
 from jzero.layout import zeropp
 from jzero.layout.sharding import ParamLayout
@@ -57,7 +57,7 @@ def storage(layout: ParamLayout, precision: Precision) -> Storage:
         assert layout.dim is not None  # noqa: S101  # only partitioned parameters are gathered
         gather: Function = partial(lax.all_gather, axis_name=layout.group, axis=layout.dim, tiled=True)
         if plus.weights:
-            gather = partial(zeropp.gather, dim=layout.dim, plus=plus, group=layout.group)
+            gather = partial(zeropp.gather_weight, dim=layout.dim, plus=plus, group=layout.group)
         store, use = (gather, _as_it_is) if rule.gather == "step" else (_as_it_is, gather)
         if plus.secondary:
             store = partial(zeropp.secondary, dim=layout.dim, plus=plus)
@@ -73,14 +73,14 @@ def storage(layout: ParamLayout, precision: Precision) -> Storage:
     return Storage(store, use, reduce)
 
 
-def prepare(
+def store_weight(
     layout: ParamLayout, master: jax.Array, precision: Precision, fp8: Any = None, maxima: jax.Array | None = None
 ) -> tuple[Any, Any]:
     """Convert a local master (or one layer's slice of it) to (diff, nondiff).
 
     Args:
       fp8: the fp8 dtype of gradients, if the weight is multiplied in fp8. The shard is cast before any gather.
-      maxima: the history of this layer, if it decides the scales; see `fp8.history`.
+      maxima: the history of this layer, if it decides the scales; see `fp8.delayed_scaling`.
     """
     if layout.state:
         return None, master  # in its own dtype: statistics are not what a layer multiplies
@@ -91,12 +91,12 @@ def prepare(
     if fp8 is not None:
         # The shard is cast before the gather, which then moves one byte per element. Its scale is that of the whole
         # weight: the maximum is found over all devices that hold a part.
-        known = None if maxima is None else history.scales(maxima, fp8)
+        known = None if maxima is None else scales(maxima, fp8)
         codes = quantize_weight(master, (*layout.group, *dict(layout.divided)), precision.compute, fp8, known)
         x8 = store(codes.x8)
         shape, dtype = (x8.shape, precision.compute) if reduce is None else (master.shape, gradient_dtype)
         diff: Any = jnp.zeros(shape, dtype) if layout.trainable else None
-        return diff if known is None else history.GradientSlots(diff, history.zero_counts()), replace(codes, x8=x8)
+        return diff if known is None else GradientSlots(diff, zero_counts()), replace(codes, x8=x8)
     if layout.on_host.in_use:  # it stays there, in its own dtype
         return jnp.zeros(master.shape, gradient_dtype) if layout.trainable else None, master
     kept = store(cast(master, precision.compute))
@@ -107,7 +107,7 @@ def prepare(
     return master.astype(gradient_dtype), None if store is _as_it_is else kept
 
 
-def fetch(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> Any:
+def fetch_weight(layout: ParamLayout, diff: Any, nondiff: Any, precision: Precision) -> Any:
     """Return the whole weight where the model uses it; the transpose reduces its gradient by the storage."""
     _, use, reduce = storage(layout, precision)
     if isinstance(nondiff, Quantized):

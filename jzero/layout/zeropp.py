@@ -119,7 +119,7 @@ def across(size: int, n: int) -> Groups:
     return tuple(tuple(range(place, size, n)) for place in range(n))
 
 
-def gather(shard: jax.Array, dim: int, plus: Plus, group: tuple[str, ...] = (ZERO,)) -> jax.Array:
+def gather_weight(shard: jax.Array, dim: int, plus: Plus, group: tuple[str, ...] = (ZERO,)) -> jax.Array:
     """Gather a parameter from its shards over the whole ZeRO group, the axes `group`."""
     return _gathered(shard, dim, plus.weights, None, 1, group)
 

@@ -16,7 +16,7 @@ MOST = 1000  # steps of a stretch
 Record = dict[str, Any]
 
 
-def numbers(values: Iterable[float], kind: str = "d") -> np.ndarray:
+def number_array(values: Iterable[float], kind: str = "d") -> np.ndarray:
     """Return numbers as an array: the kind "d" takes any, "q" integers.
 
     Raises:
@@ -52,7 +52,7 @@ class Steps:
                     if default is None:
                         raise
                     values = [record.get(field, default) for record in self.records]
-            self._columns[field] = numbers(values, kind)
+            self._columns[field] = number_array(values, kind)
         return self._columns[field]
 
     def seconds(self, field: str, default: float | None = None) -> np.ndarray:
@@ -74,7 +74,7 @@ def stretches(records: Iterable[Record]) -> Iterator[Record | Steps]:
             yield from alike
             continue
         while part := list(islice(alike, MOST)):
-            number = numbers(map(itemgetter("step"), part), "q")
+            number = number_array(map(itemgetter("step"), part), "q")
             for first, end in pairwise((0, *np.flatnonzero(np.diff(number) <= 0) + 1, len(part))):
                 yield Steps(part[first:end])
 

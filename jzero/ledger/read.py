@@ -15,8 +15,8 @@ from jzero.errors import ConfigError
 from jzero.ledger import schema
 from jzero.ledger.columns import Record, Steps
 from jzero.ledger.goodput import Goodput, goodput
-from jzero.ledger.writer import settle
-from jzero.values.json_lines import as_objects, number
+from jzero.ledger.writer import wait_for_appends
+from jzero.values.json_lines import as_objects, decode_float
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +124,7 @@ def opened(path: Path) -> TextIO:
     Raises:
       ConfigError: there is no ledger.
     """
-    settle(path)
+    wait_for_appends(path)
     try:
         return path.open(errors="replace", newline="\n")
     except OSError as error:
@@ -151,7 +151,7 @@ def records_of(lines: Iterable[str], unchecked: str = "") -> Iterator[Record]:
 def _is_record(x: Record) -> bool:
     """Decode the metrics of an object, and return whether it is a record."""
     if isinstance(metrics := x.get("metrics"), dict):
-        x["metrics"] = {name: number(value) for name, value in metrics.items()}
+        x["metrics"] = {name: decode_float(value) for name, value in metrics.items()}
     return schema.is_record(x)
 
 

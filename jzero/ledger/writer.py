@@ -119,7 +119,7 @@ class RecordWriter:
             warnings.warn(f"{self._path}: no more records from this run: {error}", RuntimeWarning, 2)
 
 
-def settle(path: Path) -> None:
+def wait_for_appends(path: Path) -> None:
     """Wait until a file that this process appends to contains what has happened, so that a notebook can read it."""
     if writer := _open.get(path.absolute()):
         writer.settle()

@@ -74,7 +74,7 @@ dispatch.defvjp(lambda x, rows: (dispatch(x, rows), rows), _dispatch_backward)
 
 
 @jax.custom_vjp
-def combine(y: jax.Array, weights: jax.Array, rows: TokenRows) -> jax.Array:
+def combine_experts(y: jax.Array, weights: jax.Array, rows: TokenRows) -> jax.Array:
     """Sum a token's rows of y [M, D], times its weights [T, k] float32, in float32: [T, D] in the dtype of y."""
     return jnp.einsum("tkd,tk->td", _take(y, rows.row).astype(_wide(y)), weights).astype(y.dtype)
 
@@ -90,7 +90,7 @@ def _combine_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, j
     return dy, _take(dots, rows.row).astype(weights.dtype), _no_gradient(rows)
 
 
-combine.defvjp(lambda y, weights, rows: (combine(y, weights, rows), (y, weights, rows)), _combine_backward)
+combine_experts.defvjp(lambda *operands: (combine_experts(*operands), operands), _combine_backward)
 
 
 def _wide(x: jax.Array) -> Any:

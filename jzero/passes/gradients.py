@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8 import delayed_scaling
 from jzero.kernels.fp8.quantized import GRADIENTS
 from jzero.layout import offload, storage
 from jzero.layout.sharding import ParamLayout, is_state
@@ -43,7 +43,7 @@ class Aside(NamedTuple):
     """
 
     model: PyTree
-    fp8: history.Histories
+    fp8: delayed_scaling.Histories
 
 
 class Result(NamedTuple):
@@ -77,7 +77,7 @@ class DeviceFunctions:
 
     def gradients(
         self, masters: PyTree, parts: Parts, extra: PyTree, rng: jax.Array, scale: jax.Array, first: Any = 0,
-        histories: history.Histories | None = None,
+        histories: delayed_scaling.Histories | None = None,
     ) -> Result:  # fmt: skip
         """Compute one step's gradients and losses.
 
@@ -88,7 +88,7 @@ class DeviceFunctions:
           rng: this step's key.
           scale: the loss scale.
           first: the index of the first micro-batch in the step.
-          histories: see `kernels.fp8.history`; None: each array's own maximum decides its scale in fp8.
+          histories: see `kernels.fp8.delayed_scaling`; None: each array's own maximum decides its scale in fp8.
         """
         key = self.replica_key(rng)
         batch = self.split(parts, extra, key)
@@ -106,7 +106,7 @@ class DeviceFunctions:
         cotangents = Mean(cotangent, None if mean is None else -mean * cotangent)
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangents, first)
         if histories:
-            summed, noted = history.split_gradients(summed, weights.nondiff)
+            summed, noted = delayed_scaling.split_gradients(summed, weights.nondiff)
         # With an infinite scale inf * (1 / inf) = NaN marks the step as overflowed; keep this form.
         unscale = 1 / scale
         reduced = self.reduce(summed)
@@ -115,7 +115,7 @@ class DeviceFunctions:
         seen = self.all_reduce(seen)
         if histories:
             axes = present(self.mesh, *(axis for axis in AXES if axis != PIPE))
-            histories = history.advance(histories, self.passes.view.merge(noted), axes)
+            histories = delayed_scaling.advance(histories, self.passes.view.merge(noted), axes)
         losses = means(total(seen)), means(seen)[LOSS]
         return Result(gradients, squares, *losses, Aside(self.agree(state), histories or {}))
 
@@ -166,7 +166,7 @@ class DeviceFunctions:
 
     def micro_loss(
         self, masters: PyTree, parts: Parts, extra: PyTree, rng: jax.Array, index: jax.Array,
-        histories: history.Histories | None = None,
+        histories: delayed_scaling.Histories | None = None,
     ) -> jax.Array:  # fmt: skip
         """Compute the loss that `gradients` would report for this micro-batch."""
         key = self.replica_key(rng)
@@ -177,9 +177,9 @@ class DeviceFunctions:
 
     def prepare(
         self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None,
-        histories: history.Histories | None = None,
+        histories: delayed_scaling.Histories | None = None,
     ) -> Weights:  # fmt: skip
-        """Convert local masters to the form that the passes use; see `storage.prepare`.
+        """Convert local masters to the form that the passes use; see `storage.store_weight`.
 
         Args:
           batch, key: split into micro-batches, whose products show which weights are cast to fp8; None: none is.
@@ -192,15 +192,15 @@ class DeviceFunctions:
 
         def prepare(layout: ParamLayout, master: jax.Array, former: jax.Array | None) -> tuple[Any, Any]:
             fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None
-            return storage.prepare(layout, master, self.precision, fp8, former if fp8 else None)
+            return storage.store_weight(layout, master, self.precision, fp8, former if fp8 else None)
 
         former = jax.tree.map(lambda layout: (histories or {}).get(layout.name), self.layouts)
         # Layer by layer from here on, since the passes fetch, and the reductions run, layer by layer.
         if any(layout.on_host.master for layout in jax.tree.leaves(self.layouts)):
-            masters = jax.tree.map(partial(offload.read, dtype=self.precision.compute), self.layouts, masters)
+            masters = jax.tree.map(partial(offload.copy_to_device, dtype=self.precision.compute), self.layouts, masters)
         parts = view.split(masters), view.split(former)
         of_layers = view.per_layer(prepare)
-        pairs = jax.tree.map(history.in_turn(of_layers) if histories else of_layers, view.layouts, *parts)
+        pairs = jax.tree.map(delayed_scaling.in_turn(of_layers) if histories else of_layers, view.layouts, *parts)
         diff = jax.tree.map(lambda _, pair: pair[0], view.layouts, pairs)
         nondiff = jax.tree.map(lambda _, pair: pair[1], view.layouts, pairs)
         state, nondiff = partition(nondiff, is_state(view.layouts))

@@ -32,7 +32,7 @@ from jzero.model import (
 from jzero.passes.remat import Remat, checkpointed
 from jzero.passes.stack import (
     StackView,
-    fetch,
+    fetch_params,
     joint_backward,
     map_present,
     ordered_backward,
@@ -42,7 +42,7 @@ from jzero.passes.stack import (
     unrolls,
 )
 from jzero.precision import Precision
-from jzero.spread.model import on_group
+from jzero.spread.spread_model import on_group
 from jzero.tree import PyTree, leading_dim
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
@@ -148,7 +148,7 @@ def sequential(
 def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
     """Make `loss(weights, batch, key)` of a model without a stack: all weights are fetched at once."""
     whole = uniform(model, model.loss, WHOLE)
-    run = checkpointed(lambda pair: fetch(layouts, pair, precision), whole, remat, unrolled=True)
+    run = checkpointed(lambda pair: fetch_params(layouts, pair, precision), whole, remat, unrolled=True)
     return lambda weights, batch, key: run(_pair(weights), batch, key)
 
 
@@ -156,7 +156,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
     """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
     prefix, block, suffix = stack_functions(model)
-    fetch_layer = partial(fetch, layouts[STACK], precision=precision)
+    fetch_layer = partial(fetch_params, layouts[STACK], precision=precision)
     layer = checkpointed(fetch_layer, ordered_backward(block) if listed else block, remat, unrolled=listed, layer=True)
 
     def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
@@ -165,7 +165,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
         if listed:
             layers = list(zip(*layers, strict=True))
         # Fetched once for prefix and suffix, so tied weights are gathered and reduced once.
-        ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
+        ends = fetch_params(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), precision)
         x, first = prefix(ends, batch, fold(key, 0))
         x, stack = run_stack(layer, layers, x, key)
         if listed:

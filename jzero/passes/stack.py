@@ -101,9 +101,9 @@ def map_present(f: Callable, layouts: PyTree, *trees: PyTree) -> PyTree:
     return jax.tree.map(lambda layout, *xs: None if xs[0] is None else f(layout, *xs), layouts, *trees)
 
 
-def fetch(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:
-    """Fetch the tree of whole weights from trees (diff, nondiff), where they are used; see `storage.fetch`."""
-    return jax.tree.map(partial(storage.fetch, precision=precision), layouts, *pair)
+def fetch_params(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precision) -> PyTree:
+    """Fetch the tree of whole weights from trees (diff, nondiff), where they are used; see `storage.fetch_weight`."""
+    return jax.tree.map(partial(storage.fetch_weight, precision=precision), layouts, *pair)
 
 
 def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> tuple[Any, Any]:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero.display.figure import GRID, INK, PALE, SHARDS, WHITE, colour, new_figure, numbers
+from jzero.display.figure import GRID, INK, PALE, SHARDS, WHITE, colour, new_figure, number_ranges
 from jzero.errors import ConfigError
 from jzero.tree import PyTree, named
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def draw_mesh(mesh: Mesh) -> Figure:
     """
     names, devices = present_axes(mesh)
     down = names[:-1][:1]
-    rows = shown(devices.shape[0]) if down else [0]
+    rows = drawn_indices(devices.shape[0]) if down else [0]
     across = names[len(down) :]
     grid = devices if down else devices[None]
     columns = _columns(grid.shape[1:])
@@ -52,7 +52,7 @@ def draw_mesh(mesh: Mesh) -> Figure:
     axes = figure.add_subplot(xlim=(-left, width + 0.05), ylim=(height, 0))
     axes.set_aspect("equal")
     axes.axis("off")
-    axes.set_title(title(mesh), loc="left", fontsize=9, color=INK)
+    axes.set_title(mesh_title(mesh), loc="left", fontsize=9, color=INK)
     _head(axes, across, columns)
     for line, row in enumerate(rows):
         top = headers + line * (BOX[1] + GAP)
@@ -67,7 +67,7 @@ def draw_mesh(mesh: Mesh) -> Figure:
             axes.add_patch(
                 FancyBboxPatch((x, top), *BOX, "round,pad=0,rounding_size=0.07", facecolor=face, edgecolor="none")
             )
-            _write(axes, x + BOX[0] / 2, top + BOX[1] / 2, label(device), color=ink)
+            _write(axes, x + BOX[0] / 2, top + BOX[1] / 2, device_label(device), color=ink)
     return figure
 
 
@@ -75,7 +75,7 @@ def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
     axes.text(x, y, text, **{"fontsize": 7.5, "color": INK, "ha": "center", "va": "center", **style})
 
 
-def title(mesh: Mesh) -> str:
+def mesh_title(mesh: Mesh) -> str:
     """Describe a mesh in a line: `8 x cpu = pipe 2 x zero 4`."""
     kind = getattr(mesh.devices.flat[0], "device_kind", "device")
     names, devices = present_axes(mesh)
@@ -89,16 +89,16 @@ def present_axes(mesh: Mesh) -> tuple[list[str], np.ndarray]:
     return [name for name, _ in kept], mesh.devices.reshape([n for _, n in kept])
 
 
-def shown(size: int, most: int = SHOWN) -> list[int | None]:
+def drawn_indices(size: int, most: int = SHOWN) -> list[int | None]:
     """List the indices along an axis that are drawn; None stands for those between.
 
-    >>> shown(3), shown(512), shown(16, most=2)
+    >>> drawn_indices(3), drawn_indices(512), drawn_indices(16, most=2)
     ([0, 1, 2], [0, 1, 2, 3, 4, 5, None, 511], [0, None, 15])
     """
     return [*range(size)] if size <= most else [*range(max(1, most - 2)), None, size - 1]
 
 
-def label(device: jax.Device) -> str:
+def device_label(device: jax.Device) -> str:
     """Name a device, and its process if it is not the first."""
     process = getattr(device, "process_index", 0)
     return f"device {device.id}" + (f"\nprocess {process}" if process else "")
@@ -112,7 +112,7 @@ def _columns(shape: tuple[int, ...]) -> list[tuple[tuple[int | None, ...], float
     x = 0.0
     inner = _columns(shape[1:])
     span = inner[-1][1] + BOX[0] + (GROUP if len(shape) > 1 else GAP)
-    for index in shown(shape[0], SHOWN if len(shape) == 1 else max(2, ACROSS // len(inner))):
+    for index in drawn_indices(shape[0], SHOWN if len(shape) == 1 else max(2, ACROSS // len(inner))):
         if index is None:
             found.append(((None,), x))
             x += BOX[0] + GAP
@@ -187,7 +187,7 @@ def _panel(axes: Axes, name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
         axes.add_patch(
             Rectangle((left, top), width, height, facecolor=PALE if whole else colour(number), edgecolor=WHITE)
         )
-        text = f"all {everyone}\ndevices" if whole else numbers(devices)
+        text = f"all {everyone}\ndevices" if whole else number_ranges(devices)
         upright = width * SIDE < 0.075 * len(text)
         if (height if upright else width) * SIDE > 0.05 * len(text):
             ink, angle = INK if whole else WHITE, 90 if upright else 0

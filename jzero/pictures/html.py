@@ -14,10 +14,10 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from jzero.display.figure import INK, PALE, WHITE, colour
-from jzero.display.page import styled, table
-from jzero.pictures.drawing import label, present_axes, shown, title
+from jzero.display.page import html_table, styled
+from jzero.pictures.drawing import device_label, drawn_indices, mesh_title, present_axes
 from jzero.tree import PyTree, named
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 MOST_LEAVES = 40  # rows of a table
 LEFT = "text-align:left"  # notebooks align cells to the right
@@ -52,21 +52,21 @@ def mesh(mesh: Mesh) -> str:
     grid = devices.reshape(devices.shape[0], -1) if len(names) > 1 else devices.reshape(1, -1)
     inner = devices.shape[-1] if names else 1
     rows = []
-    for row in shown(grid.shape[0]):
+    for row in drawn_indices(grid.shape[0]):
         if row is None:
             rows.append("<tr><td>⋮</td></tr>")
             continue
         cells = "".join(
-            "<td>⋯</td>" if i is None else _box(grid[row, i], i % inner, names) for i in shown(grid.shape[1])
+            "<td>⋯</td>" if i is None else _box(grid[row, i], i % inner, names) for i in drawn_indices(grid.shape[1])
         )
         side = _cell("th", f"{names[0]} {row}") if len(names) > 1 else ""
         rows.append(f"<tr>{side}{cells}</tr>")
-    return f"<div>{escape(title(mesh))}</div><table><tbody>{''.join(rows)}</tbody></table>"
+    return f"<div>{escape(mesh_title(mesh))}</div><table><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _box(device: jax.Device, shard: int, names: list[str]) -> str:
     face, ink = (colour(shard), WHITE) if names else (PALE, INK)
-    return _cell("td", label(device), f"{LEFT};background:{face};color:{ink};border:2px solid {WHITE}")
+    return _cell("td", device_label(device), f"{LEFT};background:{face};color:{ink};border:2px solid {WHITE}")
 
 
 def leaves(tree: PyTree, shardings: PyTree = None) -> str:
@@ -91,7 +91,7 @@ def leaves(tree: PyTree, shardings: PyTree = None) -> str:
     if len(found) > MOST_LEAVES:
         rows.append([f"… and {len(found) - MOST_LEAVES} more", *[""] * (len(header) - 1)])
     rows.append([f"{len(found)} leaves", f"{total:,}", "", *(["", size_text(held)] if on_devices else [])])
-    return styled(table(header, rows))
+    return styled(html_table(header, rows))
 
 
 def _itemsize(x: jax.Array) -> int:

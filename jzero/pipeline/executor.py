@@ -27,7 +27,7 @@ from jzero.loss import Mean, Sums, weighted
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.passes.sequential import PassFacts, Weights
-from jzero.passes.stack import StackView, fetch
+from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import carry as buffers
 from jzero.pipeline.carry import Carry, from_stage, make_slots, read_slot, select, write_slot
 from jzero.pipeline.schedules import Program, Runs, count
@@ -345,7 +345,7 @@ class Execution:
 
     def ends(self, diff: PyTree, state: PyTree) -> PyTree:
         """Fetch the weights of prefix and suffix."""
-        return fetch(self.layouts[ENDS], (diff, replace_state(self.nondiff[ENDS], state)), self.stages.precision)
+        return fetch_params(self.layouts[ENDS], (diff, replace_state(self.nondiff[ENDS], state)), self.stages.precision)
 
     def weights(self, index: Index, again: bool = False) -> PyTree:
         """Return (diff, nondiff) of a piece.

@@ -29,7 +29,7 @@ from jzero.mesh import GROUP_AXES, PIPE, degrees_text, present
 from jzero.model import ENDS, STACK, WHOLE, Inputs, StackModel, replace_state, uniform
 from jzero.passes.remat import Remat, as_input, only_inputs
 from jzero.passes.sequential import PassFacts
-from jzero.passes.stack import StackView, fetch, scanned, unrolled
+from jzero.passes.stack import StackView, fetch_params, scanned, unrolled
 from jzero.pipeline.carry import buffer_kind
 from jzero.pipeline.executor import Cut, Functions
 from jzero.pipeline.module import PipelineModule
@@ -59,7 +59,7 @@ def switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts: 
 
     def functions(pairs: PyTree, part: PyTree) -> Functions:
         def everything(weights: PyTree) -> PyTree:
-            return fetch(whole.layouts, tuple(tree[0] for tree in weights), precision)  # type: ignore[arg-type]
+            return fetch_params(whole.layouts, tuple(tree[0] for tree in weights), precision)  # type: ignore[arg-type]
 
         params = jax.eval_shape(lambda: everything([pair[STACK] for pair in pairs]))
         pack, run, loss = switched(model, boundaries, params, part, is_state(whole.layouts), remat.offload)

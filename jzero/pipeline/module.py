@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jzero.adapters.constants import shapes_only
 from jzero.adapters.criterion import inputs_and_labels
-from jzero.adapters.methods import FlaxModel, Outcome, changed, extra_for, returned
+from jzero.adapters.methods import FlaxModel, Outcome, add_state, changed, extra_for
 from jzero.errors import ConfigError, refuse_keywords
 from jzero.model import ENDS, STACK, Inputs, fold, stack_loss
 from jzero.pipeline.layer_spec import (
@@ -153,7 +153,7 @@ class PipelineModule(FlaxModel):
         if self.stack:
             return stack_loss(self, params, Inputs(batch, extra), rng)  # type: ignore[arg-type]
         x, new = self._walk(params, range(len(self._layers)), inputs_and_labels(batch)[0], rng)
-        return returned(self, self.end(x, batch, extra), new)
+        return add_state(self, self.end(x, batch, extra), new)
 
     def end(self, outputs: PyTree, batch: PyTree, extra: PyTree) -> PyTree:
         """Call the loss function."""
@@ -188,7 +188,7 @@ class PipelineModule(FlaxModel):
 
     def run(self, params: PyTree, start: int, stop: int, x: PyTree, rng: jax.Array | None) -> PyTree:
         """Run the layers like `apply`; with state, return (x, new state) as `jzero.model` describes."""
-        return returned(self, *self._walk(params, range(start, stop), x, rng))
+        return add_state(self, *self._walk(params, range(start, stop), x, rng))
 
     def _walk(self, params: PyTree, layers: range, x: PyTree, rng: jax.Array | None, of: str = "") -> Outcome:
         """Run x through layers; return (x, new state).
@@ -234,7 +234,7 @@ class PipelineModule(FlaxModel):
 
     def _prefix(self, ends: PyTree, batch: PyTree, rng: jax.Array | None, extra: PyTree = None) -> PyTree:
         inputs, _ = inputs_and_labels(batch)
-        return returned(self, *self._walk(ends, range(self.stack.start), inputs, rng, ENDS))
+        return add_state(self, *self._walk(ends, range(self.stack.start), inputs, rng, ENDS))
 
     def _block(self, layer: PyTree, x: PyTree, rng: jax.Array | None) -> PyTree:
         first = self.stack.start
@@ -246,11 +246,11 @@ class PipelineModule(FlaxModel):
                 "dtype, cast in a function before them; for a shape, pass example_batch=(inputs, labels): then they "
                 "are not stacked"
             )
-        return returned(self, y, new)
+        return add_state(self, y, new)
 
     def _suffix(self, ends: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, extra: PyTree = None) -> PyTree:
         x, new = self._walk(ends, range(self.stack.stop, len(self._layers)), x, rng, ENDS)
-        return returned(self, self.end(x, batch, extra), new)
+        return add_state(self, self.end(x, batch, extra), new)
 
     def _fits(self, i: int, x: PyTree) -> AbstractContextManager:
         """Name layer i, its input and the source of that input in any error inside."""

@@ -26,14 +26,14 @@ from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.passes.remat import Remat, checkpointed
 from jzero.passes.sequential import Passes, PassFacts, Weights
-from jzero.passes.stack import StackView, fetch
+from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.executor import Cut, Execution, Index, MicroBatches, Stages
 from jzero.pipeline.layer_switch import switched_stages
 from jzero.pipeline.module import PipelineModule
 from jzero.pipeline.schedules import PipelineSchedule, forward_only, make_program, make_schedule, passes
 from jzero.precision import Precision, cast
-from jzero.spread.model import on_group
+from jzero.spread.spread_model import on_group
 from jzero.tree import PyTree, leading_dim
 from jzero.values.kinds import either
 
@@ -131,7 +131,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
             return last(ends, x, part, suffix_key(model, key, length))
 
     def fetch_layers(pairs: PyTree) -> list[PyTree]:
-        return [fetch(layouts[STACK], pair, precision) for pair in pairs]
+        return [fetch_params(layouts[STACK], pair, precision) for pair in pairs]
 
     def layers(weights: PyTree, x: PyTree, keys: list[jax.Array | None]) -> PyTree:
         states = []

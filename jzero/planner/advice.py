@@ -28,14 +28,14 @@ from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.products import Products
 from jzero.planner.state_bytes import bytes_by_stage, leaf_bytes, state_bytes
 from jzero.planner.traced_collectives import TracedCollective, TracedCollectives
-from jzero.spread.products import WHOLE_FACTOR
+from jzero.spread.matmuls import WHOLE_FACTOR
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.stored_names import numberless
 from jzero.tiling import CUT
 from jzero.tree import PyTree
+from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import either
-from jzero.values.sizes import size_text
 
 WIDE = 2**24  # bytes in float32 per step that are worth a line
 SMALL, MANY = 2**20, 64  # bytes of a collective that is all latency; how many of one kind are worth a line

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from jzero.display.table import table
+from jzero.display.text_table import text_table
 from jzero.errors import ConfigError
 from jzero.planner.hlo import (
     BITS,
@@ -25,9 +25,9 @@ from jzero.planner.hlo import (
     group_text,
     groups,
     longest_chain,
-    read,
+    read_hlo,
 )
-from jzero.planner.kernels import Cost
+from jzero.planner.kernel_costs import Cost
 from jzero.planner.rates import Rates, at_most
 
 KINDS = (
@@ -170,7 +170,7 @@ class Collectives:
             line = (n, row.kind, row.dtype, row.operands, each, axes, row.group_size, loops_text(row), branch, total)
             rows.append([str(cell) for cell in line])
         columns = ["n", "kind", "dtype", "operands", "MiB", "axes", "group", "loops", "branch", "MiB/run"]
-        drawn = table("", columns, rows, ["kind", "dtype", "axes", "loops", "branch"], plain=True).lstrip()
+        drawn = text_table("", columns, rows, ["kind", "dtype", "axes", "loops", "branch"], plain=True).lstrip()
         flag = "; some trip counts unknown, taken as 1" if self.unknown_trips else ""
         return (
             f"{drawn}\n{self.launches} launches, {self.operands} operands, {self.bytes / 2**20:.3f} MiB per run{flag}"
@@ -205,7 +205,7 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | N
         1  all-gather  bf16          1  1.000  zero      8  -      -         1.000
         1 launches, 1 operands, 1.000 MiB per run
     """
-    module, shape = read(compiled), None if mesh is None else tuple(mesh.shape.items())
+    module, shape = read_hlo(compiled), None if mesh is None else tuple(mesh.shape.items())
     if mesh is not None and mesh.size != module.devices:
         raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {module.devices}")
     found = (executed for executed in module.walk() if is_collective(executed.op))

@@ -17,9 +17,9 @@ from typing import Any
 from jzero._compat import terminate
 from jzero.distributed.machine import memory_gb
 from jzero.errors import in_a_line
-from jzero.files import kept
+from jzero.files import cache_directory
 from jzero.planner.candidates import Candidate, Task, merged
-from jzero.planner.plan import Plan, Prepared, prepare
+from jzero.planner.plan import Plan, Prepared, lower_step
 from jzero.planner.rates import Rates
 
 PROCESS_BYTES = 3 * 2**30  # of host memory that a compiling process takes, at most about
@@ -62,7 +62,7 @@ def outcome(task: Task, choice: Candidate) -> Estimate:
     """Compile the step of a task's config with a choice in it, or look its program up in the cache."""
     model, shapes = task.named
     try:
-        prepared = prepare(model, merged(task.raw, choice), shapes, task.cluster)
+        prepared = lower_step(model, merged(task.raw, choice), shapes, task.cluster)
         path = _cached(prepared, task.rates)
         if path.exists():
             return Estimate(choice, **json.loads(path.read_text(encoding="utf-8")))
@@ -89,7 +89,7 @@ def _cached(prepared: Prepared, rates: Rates) -> Path:
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("XLA_")}
     where = f"{cluster!r} {cluster.room.limit} {options} {settings} {rates!r} {_planner()}"
     key = hashlib.sha256((where + prepared.lowered.as_text()).encode()).hexdigest()
-    return kept("plans") / f"{key[:32]}.json"
+    return cache_directory("plans") / f"{key[:32]}.json"
 
 
 @cache

@@ -132,7 +132,7 @@ class UnreadableProgram(ValueError):
 Computation = dict[str, Instruction]
 
 
-def returned(computation: Computation) -> list[Instruction]:
+def root_instructions(computation: Computation) -> list[Instruction]:
     """Return the instructions whose results a computation returns, those of a tuple one by one."""
     root = next(i for i in computation.values() if i.root)
     return [computation[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -176,7 +176,7 @@ class HloModule:
                 yield from self.walk(name, around, in_branch or op.opcode == "conditional")
 
 
-def read(compiled: jax.stages.Compiled | str) -> HloModule:
+def read_hlo(compiled: jax.stages.Compiled | str) -> HloModule:
     """Read a compiled program, or the text of its optimized HLO module.
 
     Raises:

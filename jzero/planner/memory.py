@@ -18,7 +18,7 @@ from math import prod
 
 import jax
 
-from jzero.planner.hlo import Array, Computation, HloModule, Instruction, read, returned
+from jzero.planner.hlo import Array, Computation, HloModule, Instruction, read_hlo, root_instructions
 from jzero.planner.products import UNNAMED
 from jzero.step.train_step import TrainStep
 
@@ -126,7 +126,7 @@ def _flash_scratch(compiled: jax.stages.Compiled) -> int:
     if "flash_attn3_jax" not in sys.modules:
         return 0
     found = [0]
-    for op, *_ in read(compiled).walk():
+    for op, *_ in read_hlo(compiled).walk():
         if op.target == "flash_mha_bwd":
             queries, keys = ((b, -(-s // 128) * 128, h, c) for b, s, h, c in (x.dims for x in op.arrays[:2]))
             found.append(4 * prod(queries) + (8 * prod(keys) if keys != queries else 0))
@@ -186,7 +186,7 @@ def live(text: str) -> Live:
     Raises:
       ValueError: the module has no schedule.
     """
-    module = read(text)
+    module = read_hlo(text)
     if not module.scheduled:
         raise ValueError("live: the HLO module has no schedule (is_scheduled=true); compile the step for a GPU")
     total, at, made = _peak(module, module.entry, {})
@@ -277,7 +277,7 @@ def _in_place(module: HloModule, op: Instruction) -> Iterator[tuple[int, int]]:
             yield int(output or 0), int(operand)
     if op.opcode == "fusion":
         inside = module.computations[op.called()[0]]
-        for i, result in enumerate(returned(inside)):
+        for i, result in enumerate(root_instructions(inside)):
             if (number := _updated(inside, result)) is not None:
                 yield i, number
 

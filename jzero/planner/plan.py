@@ -105,7 +105,7 @@ def plan(
     Raises:
       ConfigError: an unknown GPU, a config that does not fit the GPUs, the batch or itself, no CUDA compiler.
     """
-    return prepare(step_or_model, config, batch_shapes, Cluster(gpu, nodes, gpus_per_node), optimizer).plan(rates)
+    return lower_step(step_or_model, config, batch_shapes, Cluster(gpu, nodes, gpus_per_node), optimizer).plan(rates)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMe
     )  # fmt: skip
 
 
-def prepare(
+def lower_step(
     step_or_model: TrainStep | Model, config: Config | dict | str | None,
     batch_shapes: PyTree | Callable[[int], PyTree], cluster: Cluster, optimizer: Optimizer = None,
 ) -> Prepared:  # fmt: skip

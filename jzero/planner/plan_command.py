@@ -15,9 +15,9 @@ import jax
 
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO
-from jzero.config.source import read
+from jzero.config.source import read_config
 from jzero.display.figure import GRID, INK, colour, new_figure
-from jzero.display.table import table
+from jzero.display.text_table import text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.planner import candidates as keys
@@ -26,14 +26,14 @@ from jzero.planner.candidates import Candidate, Raw, Task, is_open, merged, valu
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import Cluster, gpu
 from jzero.planner.named_models import named_model, of_the_model
-from jzero.planner.plan import no_compilation_cache, prepare
-from jzero.planner.plan_facts import verdict
+from jzero.planner.plan import lower_step, no_compilation_cache
+from jzero.planner.plan_facts import fit_verdict
 from jzero.planner.plan_text import plan_text
 from jzero.planner.rates import Rates
-from jzero.planner.search import EQUAL, LATE, Search, search, smallest
+from jzero.planner.search import EQUAL, LATE, Search, search_configs, smallest
 from jzero.planner.state_bytes import bytes_by_stage
 from jzero.step.batch import amount_of
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ HELD = (
 )
 
 
-def start(args: Namespace) -> None:
+def start_jax(args: Namespace) -> None:
     """Start JAX without GPUs, and load its CUDA compiler if something will be compiled.
 
     Raises:
@@ -84,7 +84,7 @@ def main(args: Namespace) -> int:
             f"--tokens: the batch of {args.model} has no tokens, which are integers `inputs` of [rows, length]"
         )
     with of_the_model(args.model, args.seq):
-        made = prepare(model, config, shapes, cluster).plan(_rates(args))
+        made = lower_step(model, config, shapes, cluster).plan(_rates(args))
     _show(args, lambda: plan_text(made, args.tokens, args.price), lambda: made.record(args.tokens, args.price))
     if args.html:
         made.html(args.html, args.tokens, args.price)
@@ -170,12 +170,12 @@ def formula(model: Model, config: Config, cluster: Cluster) -> str:
         mark = "  <- the config's" if stage == config.zero_optimization.stage else ""
         rows.append([str(stage), *map(size_text, sizes), f"{found.total / there.most:.0%}{mark}"])
     columns = ["ZeRO stage", "masters, optimizer", "compute parameters", "gradients", "total", "of the GPU"]
-    drawn = table(f"model state per GPU, on {cluster}", columns, rows, left=["of the GPU"])
+    drawn = text_table(f"model state per GPU, on {cluster}", columns, rows, left=["of the GPU"])
     return f"{drawn}\nwithout activations and gathered layers; the GPU has {size_text(there.most)} for them all"
 
 
 def _search(args: Namespace) -> int:
-    raw = read(args.config)
+    raw = read_config(args.config)
     Config.load(raw)  # raises for a mistake, before anything is searched
     task = Task(raw, args.model, args.seq, tuple(args.set), _cluster(args), _rates(args))
 
@@ -192,7 +192,7 @@ def _search(args: Namespace) -> int:
             }
             text = _smallest_text(task, best)
         else:
-            found = search(task, minutes=args.minutes or MINUTES, every=bool(args.frontier), seen=seen)
+            found = search_configs(task, minutes=args.minutes or MINUTES, every=bool(args.frontier), seen=seen)
             best, text = found.best, search_text(found)
             outcomes = [asdict(one) for one in found.outcomes]
             record = {"outcomes": outcomes, "dropped": dict(found.dropped), "seconds": found.seconds}
@@ -208,10 +208,10 @@ def _search(args: Namespace) -> int:
 def _smallest_text(task: Task, found: Estimate) -> str:
     raw, there = task.raw, task.cluster
     title = f"{task.model} fits {there.gpus} x {there.gpu} ({there.nodes} x {there.gpus_per_node})"
-    drawn = table(title, COLUMNS[1:], [row(raw, found)[1:]], left=["configuration"])
+    drawn = text_table(title, COLUMNS[1:], [row(raw, found)[1:]], left=["configuration"])
     held = [HELD] if all(is_open(raw, key) for key in (keys.OFFLOAD_OPTIMIZER, keys.OFFLOAD_PARAM)) else []
     lines = [*needs(task, found), *held, "", "as lines of the config (--search finds a faster one):"]
-    return "\n".join([drawn, *lines, changes(found.choice)])
+    return "\n".join([drawn, *lines, settings_json(found.choice)])
 
 
 def _next(task: Task, out: str) -> str:
@@ -224,10 +224,10 @@ def _next(task: Task, out: str) -> str:
     )
 
 
-def label(raw: Raw, choice: Candidate) -> str:
+def describe_candidate(raw: Raw, choice: Candidate) -> str:
     """Describe a choice in the field's words; `raw` has what the config keeps.
 
-    >>> label({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
+    >>> describe_candidate({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
     'ZeRO-2, zero 8, micro-batch 2 x 4, policy none'
     """
 
@@ -257,13 +257,13 @@ def row(raw: Raw, found: Estimate, fastest: Estimate | None = None) -> list[str]
     left = size_text(found.margin_bytes) if found.fits else f"-{size_text(-found.margin_bytes)}"
     speed = f"{found.tokens_per_s_gpu:,.0f}" if found.tokens_per_s_gpu else "-"
     step = f"{1000 * found.step_s:,.0f} ms" if found.step_s else "-"
-    return [mark, speed, step, size_text(found.peak_bytes), left, label(raw, found.choice)]
+    return [mark, speed, step, size_text(found.peak_bytes), left, describe_candidate(raw, found.choice)]
 
 
 def progress(raw: Raw, found: Estimate) -> str:
     """Return the line about a configuration that was just compiled."""
     if not found.peak_bytes:
-        return f"not compiled: {label(raw, found.choice)}: {found.problem}"
+        return f"not compiled: {describe_candidate(raw, found.choice)}: {found.problem}"
     _, speed, step, peak, left, name = row(raw, found)
     what = f"{step}, {speed} tokens/s per GPU" if found.fits else "does not fit"
     return f"{what}, peak {peak}, {left} left: {name}"
@@ -281,22 +281,22 @@ def search_text(found: Search) -> str:
         f"{task.model}, {task.sequence} tokens a row, on {task.cluster}: {len(compiled)} "
         f"configurations compiled in {found.seconds:.0f} s, ±{best.uncertainty:.0%}"
     )
-    drawn = table(title, COLUMNS, [row(raw, one, best) for one in compiled[:SHOWN]], left=["", "configuration"])
+    drawn = text_table(title, COLUMNS, [row(raw, one, best) for one in compiled[:SHOWN]], left=["", "configuration"])
     parts = [drawn, f'"=": as fast as the first, within the error of the estimate ({EQUAL:.0%})']
     if found.dropped:
         parts.append("not compiled: " + ", ".join(f"{count} ({why})" for why, count in found.dropped.items()))
     untried = found.dropped.get(LATE, 0)
     which = f"the fastest of {len(compiled)}; --minutes left {untried} untried" if untried else "the fastest"
-    return "\n".join([*parts, *needs(task, best), "", f"{which}, as lines of the config:", changes(best.choice)])
+    return "\n".join([*parts, *needs(task, best), "", f"{which}, as lines of the config:", settings_json(best.choice)])
 
 
 def needs(task: Task, found: Estimate) -> list[str]:
     """Return the lines about what a configuration needs of its GPUs and hosts."""
     host = f"needs {size_text(found.host_bytes)} of pinned host memory for each GPU"
-    return [verdict(found.peak_bytes, task.cluster.room), *[host] * bool(found.host_bytes)]
+    return [fit_verdict(found.peak_bytes, task.cluster.room), *[host] * bool(found.host_bytes)]
 
 
-def changes(choice: Candidate) -> str:
+def settings_json(choice: Candidate) -> str:
     """Write a choice as the JSON that has to be in the config."""
     return json.dumps(merged({}, choice), indent=2)
 
@@ -315,7 +315,7 @@ def frontier_figure(found: Search) -> Figure:
     axes.plot(*_points(best), color=colour(0), marker="o")
     for number, one in enumerate(best, 1):
         (x,), (y,) = _points([one])
-        label_ = f"{number}. {label(raw, one.choice)}"
+        label_ = f"{number}. {describe_candidate(raw, one.choice)}"
         axes.annotate(str(number), (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=9)
         axes.plot([], [], " ", label=label_)
     if best:

@@ -20,7 +20,7 @@ from jzero.planner.step_time import StepTime
 from jzero.planner.traced_collectives import TracedCollectives
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 SLACK = 0.95  # of XLA's limit, from which it schedules a step to use less memory
 
@@ -64,10 +64,10 @@ class PlannedMemory:
 
     @property
     def verdict(self) -> str:
-        return verdict(self.peak_bytes, self.room)
+        return fit_verdict(self.peak_bytes, self.room)
 
 
-def verdict(peak_bytes: int, room: UsableMemory) -> str:
+def fit_verdict(peak_bytes: int, room: UsableMemory) -> str:
     """Say in one line whether a peak fits, and what XLA must be given for it."""
     peak, own = size_text(peak_bytes), size_text(room.device - room.most)
     if peak_bytes > room.most:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jzero.display.figure import GRID, INK, PALE, colour, new_figure
-from jzero.display.page import document, drawing, styled, table
+from jzero.display.page import document, drawing, html_table, styled
 from jzero.pipeline.draw import draw_figure
-from jzero.planner import kernels
+from jzero.planner import kernel_costs
 from jzero.planner.collectives import KINDS
 from jzero.planner.memory import CUDA_ROOM
 from jzero.planner.plan_facts import PlanFacts, PlannedMemory, budget_of
-from jzero.planner.plan_text import WIDEST, PlanSection, sections, title
+from jzero.planner.plan_text import WIDEST, PlanSection, plan_title, sections
 from jzero.planner.step_time import (
     BETWEEN,
     COMMUNICATION,
@@ -29,7 +29,7 @@ from jzero.planner.step_time import (
     seconds_of_labels,
     shares,
 )
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,8 +46,9 @@ _WORDS = ("live", "moves", "parameters")  # whose last column is text
 SHOWN = 0.004  # of the peak: smaller parts have no entry in the legend
 COLUMNS = 4  # entries in a line of the legend of a step's chart
 _CATEGORIES = {
-    kernels.PRODUCTS: "#1f5fbf", kernels.ATTENTION: "#d9730d", kernels.ELEMENTWISE: "#23804a",
-    kernels.REDUCTIONS: "#c9a227", kernels.TRANSPOSES: "#11808a", kernels.COPIES: "#5b6470", kernels.HOST: "#8c564b",
+    kernel_costs.PRODUCTS: "#1f5fbf", kernel_costs.ATTENTION: "#d9730d", kernel_costs.ELEMENTWISE: "#23804a",
+    kernel_costs.REDUCTIONS: "#c9a227", kernel_costs.TRANSPOSES: "#11808a", kernel_costs.COPIES: "#5b6470",
+    kernel_costs.HOST: "#8c564b",
     SLOWED: "#a9b8d6", LOOPS: "#9aa0a8", BETWEEN: "#c2c6cc", EXPOSED: "#eab8c4",
     **dict(zip(KINDS, ("#8a4fbf", "#b8336a", "#e0709f", "#5b7fe0", "#4b2e83", "#2fa3b0", "#b59a5f"), strict=True)),
 }  # fmt: skip
@@ -59,13 +60,13 @@ def write_page(plan: PlanFacts, path: str | os.PathLike, tokens: float | None, p
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    text = document(title(plan).splitlines()[0], plan_html(plan, tokens, price))
+    text = document(plan_title(plan).splitlines()[0], plan_html(plan, tokens, price))
     Path(path).expanduser().write_text(text, encoding="utf-8")
 
 
 def plan_html(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> str:
     """Return the contents of the page, for a notebook; arguments and errors as for `write_page`."""
-    heading, batch = title(plan).splitlines()
+    heading, batch = plan_title(plan).splitlines()
     found, parts = sections(plan, tokens, price), [f"<h1>{escape(heading)}</h1><p>{escape(batch)}</p>"]
     parts.append(_tiles(plan, tokens, price))
     for name, heading in _HEADINGS.items():
@@ -87,7 +88,7 @@ def _contents(plan: PlanFacts, name: str, section: PlanSection) -> Iterator[str]
     if name == "time" and plan.time:
         yield drawing("one step on one GPU: compute and communication", timeline_figure(plan.time.step))
     if section.rows:
-        yield table(section.columns, section.rows, "words" if name in _WORDS else "")
+        yield html_table(section.columns, section.rows, "words" if name in _WORDS else "")
 
 
 def _tiles(plan: PlanFacts, tokens: float | None, price: float | None) -> str:

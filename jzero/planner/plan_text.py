@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.display.table import quantity, table
+from jzero.display.text_table import quantity, text_table
 from jzero.pipeline.draw import draw_text
 from jzero.planner import traced_collectives
 from jzero.planner.collectives import distinct, loops_text
 from jzero.planner.plan_facts import Budget, PlanFacts, PlannedMemory, budget_of
 from jzero.planner.step_time import COMPUTE, EXPOSED, seconds_of_labels
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 LARGEST = 8  # buffers at the peak
 MOST_MOVES = 24
@@ -79,19 +79,19 @@ def sections(
 
 def plan_text(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> str:
     """Return a plan as text; `tokens` and `price` as for `Plan.record`."""
-    return "\n\n".join([title(plan), *map(section_text, sections(plan, tokens, price, MOST_MOVES).values())])
+    return "\n\n".join([plan_title(plan), *map(section_text, sections(plan, tokens, price, MOST_MOVES).values())])
 
 
 def section_text(section: PlanSection, *, plain: bool = False) -> str:
-    """Draw one section; `plain` as for `table`."""
+    """Draw one section; `plain` as for `text_table`."""
     if not section.rows:
         return section.note
-    drawn = table(section.title, section.columns, section.rows, left=section.left, plain=plain)
+    drawn = text_table(section.title, section.columns, section.rows, left=section.left, plain=plain)
     parts = [drawn, section.note] if section.title else [section.note, drawn.lstrip()]
     return "\n".join(filter(None, parts))
 
 
-def title(plan: PlanFacts) -> str:
+def plan_title(plan: PlanFacts) -> str:
     step, b = plan.step, plan.step.batch_sizes
     count = sum(prod(layout.shape) for layout in jax.tree.leaves(step.layouts))
     mesh = " x ".join(f"{axis} {n}" for axis, n in step.mesh.shape.items() if n > 1) or "1 device"

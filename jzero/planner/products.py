@@ -18,7 +18,7 @@ from jax.lax import DotAlgorithmPreset
 
 from jzero._compat import without_dead_code
 from jzero.kernels.trace import Equation
-from jzero.moe.mixture import OCCUPIED
+from jzero.moe.expert_layer import OCCUPIED
 from jzero.step.update import SCOPE as UPDATE
 from jzero.tracing.auto_cast import SCOPE as AUTO_CAST
 from jzero.tracing.equations import UNREAD, TracedOperation, operations

@@ -26,7 +26,7 @@ from jzero.planner import candidates as keys
 from jzero.planner.candidates import Bounds, Candidate, SearchSpace, Task, is_open, lines, value_at
 from jzero.planner.estimates import Estimate, Pool, outcome
 from jzero.planner.gpus import Cluster
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 EQUAL = 0.03  # two estimates that differ by less are called equal
 MOST_NODES, MOST_STAGES = 2048, 64
@@ -76,7 +76,7 @@ class Search:
         return tuple(found)
 
 
-def search(
+def search_configs(
     task: Task, *, minutes: float = 10.0, every: bool = False, seen: Callable[[Estimate], None] = lambda found: None
 ) -> Search:
     """Find the fastest configurations that fit.

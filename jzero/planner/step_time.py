@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from jzero.errors import ConfigError
 from jzero.planner.collectives import CollectiveCosts, is_collective
-from jzero.planner.hlo import Computation, Instruction, UnreadableProgram, read
-from jzero.planner.kernels import HOST, Cost, Kernels
+from jzero.planner.hlo import Computation, Instruction, UnreadableProgram, read_hlo
+from jzero.planner.kernel_costs import HOST, Cost, Kernels
 from jzero.planner.rates import Rates
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"  # the streams
@@ -95,7 +95,7 @@ def step_time(
     """
     if gpus_per_node < 1:
         raise ConfigError(f"gpus_per_node = {gpus_per_node}: must be at least 1")
-    module = read(compiled)
+    module = read_hlo(compiled)
     if not module.scheduled:
         raise ValueError("step_time: the HLO module has no schedule (is_scheduled=true); compile the step for a GPU")
     walk = _Walk(Kernels(module, rates, gpus_per_node), CollectiveCosts(module, rates, mesh, gpus_per_node))

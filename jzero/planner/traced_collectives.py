@@ -20,13 +20,13 @@ from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans
 from jzero.model import ENDS, Inputs, Model, StackModel, stack_functions
 from jzero.passes.gradients import COUNT, REDUCE
 from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
-from jzero.spread.products import WHOLE_FACTOR
+from jzero.spread.matmuls import WHOLE_FACTOR
 from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
 from jzero.tiling import CUT
 from jzero.tracing.equations import operations
 from jzero.tracing.source_lines import source_line
 from jzero.tree import PyTree
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 COLUMNS = ["collective", "axes", "bytes", "times", "bytes a step", "pass", "in", "line"]
 WORDS = ["collective", "axes", "pass", "in", "line"]  # those with text

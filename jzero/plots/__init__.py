@@ -13,7 +13,7 @@ __all__ = ["History", "Plots", "read"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from jzero.plots import page  # here, so that `jzero plot --help` does not import NumPy
+        from jzero.plots import run_plots  # here, so that `jzero plot --help` does not import NumPy
 
-        return getattr(page, name)
+        return getattr(run_plots, name)
     raise AttributeError(f"module 'jzero.plots' has no attribute {name!r}")

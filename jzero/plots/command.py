@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         "--smooth", type=float, default=0.0, metavar="W", help="weight of the past in a moving average, as 0.9"
     )
     a = p.parse_args(argv)
-    from jzero.plots.page import read
+    from jzero.plots.run_plots import read
 
     plots = read(*a.runs, metrics=a.metric, x=a.x, smooth=a.smooth)
     for file in plots.write(a.out):

@@ -45,7 +45,7 @@ def names(histories: Sequence[History]) -> list[str]:
     return [*first, *middle, *last, *([GOODPUT] if any(h.goodput for h in histories) else [])]
 
 
-def draw(histories: Sequence[History], name: str, x: str = "step", smooth: float = 0.0) -> Figure:
+def draw_curve(histories: Sequence[History], name: str, x: str = "step", smooth: float = 0.0) -> Figure:
     """Draw one of `names` for all runs.
 
     Args:

@@ -19,10 +19,10 @@ import numpy as np
 
 from jzero.errors import ConfigError
 from jzero.ledger import schema
-from jzero.ledger.columns import CountingSteps, Record, Steps, numbers, stretches
+from jzero.ledger.columns import CountingSteps, Record, Steps, number_array, stretches
 from jzero.ledger.goodput import Account, Goodput, counted
 from jzero.ledger.read import opened, records_of, runs, uncollected
-from jzero.values.json_lines import as_objects, number
+from jzero.values.json_lines import as_objects, decode_float
 
 METRICS = "metrics.jsonl"  # of jsonl_monitor
 SPEED, TOKENS, MEMORY = "samples/s", "tokens/s", "peak memory (GiB)"
@@ -252,9 +252,9 @@ def _values(metric: Iterable[Any]) -> np.ndarray:
     """Return the values of a metric, which are strings where they are not finite."""
     found = list(metric)
     try:
-        return numbers(found)
+        return number_array(found)
     except TypeError:
-        return numbers(map(number, found))
+        return number_array(map(decode_float, found))
 
 
 def _alive(records: Iterable[Record], last: float) -> list[Record]:
@@ -332,7 +332,7 @@ def _of_metrics(file: Path) -> dict[str, Curve]:
         if not schema.is_count(step) or not schema.is_count(samples):  # torn by a kill, or no line of jsonl_monitor
             continue
         for event, value in record.items():
-            if not schema.is_metric(value := number(value)):
+            if not schema.is_metric(value := decode_float(value)):
                 continue
             metric = event.rpartition("/")[2]
             rows = curves.setdefault(LOSS if metric == "train_loss" else metric, [])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from jzero.display.table import quantity, table
+from jzero.display.text_table import quantity, text_table
 from jzero.planner.collectives import KINDS, Collective, Collectives
 from jzero.profiling.device_times import Kernel
 
@@ -37,9 +37,9 @@ def communication(
         groups.setdefault(alike, []).append(row)
     cells = [_cells(alike, len(group), names) for alike, group in groups.items()]
     columns = [*_LEFT[:4], "devices", "times", "bytes each", "bytes", *_LEFT[4:][: int(names)]]
-    milliseconds = times(kernels)
+    milliseconds = collective_times(kernels)
     lines = [_total(kind, [row for row in rows if row.kind == kind], milliseconds) for kind in KINDS if kind in kinds]
-    return "\n".join([table(title, columns, cells, left=_LEFT), *filter(None, lines)])
+    return "\n".join([text_table(title, columns, cells, left=_LEFT), *filter(None, lines)])
 
 
 def _cells(row: Collective, alike: int, names: bool) -> list[str]:
@@ -79,7 +79,7 @@ def wire_share(kind: str, devices: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
 
 
-def times(kernels: Iterable[Kernel]) -> dict[str, float]:
+def collective_times(kernels: Iterable[Kernel]) -> dict[str, float]:
     """Add up the milliseconds of each kind of collective; time in which several of one kind run counts once."""
     ends: dict[str, float] = {}
     found: dict[str, float] = {}

@@ -10,7 +10,7 @@ from math import prod
 import jax
 import numpy as np
 
-from jzero.display.table import quantity, table
+from jzero.display.text_table import quantity, text_table
 from jzero.mesh import PIPE
 from jzero.model import STACK, WHOLE
 from jzero.planner.gpus import GPUS
@@ -83,7 +83,7 @@ class StepFlops:
         again = any(m.recomputed for m in rows)
         columns = ["module", "parameters", "forward", "backward", *["recomputed"] * again, "bytes", "share"]
         cells = [_cells(m, again, self.whole.flops, indent=top is None) for m in rows]
-        return table(title, columns, cells, left=["module"], plain=plain)
+        return text_table(title, columns, cells, left=["module"], plain=plain)
 
     def totals(self, seconds: float | None, kind: str) -> list[str]:
         """Return the lines below the table.

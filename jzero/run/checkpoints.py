@@ -22,7 +22,7 @@ from jzero.events import SaveBegan, StateStarted
 from jzero.run import progress, restore
 from jzero.run.clock import CHECKPOINT, START
 from jzero.run.deepspeed_api import DeepSpeedApi
-from jzero.run.diagnosis.checks import Checks
+from jzero.run.diagnosis.step_checks import Checks
 from jzero.run.diagnosis.watch import Mark
 from jzero.run.find_checkpoint import print_warning, resume_from
 from jzero.run.micro_batches import position
@@ -141,7 +141,7 @@ class CheckpointedRun(DeepSpeedApi):
         state, because two states may not fit into memory. Then it reads the new one.
         """
         progress.check_notes(source)
-        read = restore.plan(source, self.step_fn, self.state, selection)
+        read = restore.plan_restore(source, self.step_fn, self.state, selection)
         if not selection.only_module:
             self._take_position(source.notes)
         self.state = None
@@ -169,7 +169,7 @@ class CheckpointedRun(DeepSpeedApi):
         self.client_state = progress.client_state(notes)
         self.step_fn.resume_lr(progress.rate(notes, self.step_fn))
         self._started(source.path)
-        for problem in progress.changes(self.training_dataloader, notes, self.step_fn, step):
+        for problem in progress.resume_differences(self.training_dataloader, notes, self.step_fn, step):
             print_warning(problem)
 
     def _resume(self, home: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jzero.errors import escaped
 from jzero.planner.state_bytes import bytes_per_device
-from jzero.run.report_text import one_by_one, table
+from jzero.run.report_text import align_columns, one_by_one
 from jzero.step.train_step import TrainStep
 from jzero.values.masking import mask
 
@@ -34,7 +34,7 @@ def _mesh(step: TrainStep) -> list[str]:
     rows = [[*axes, "device", "process"]]
     for place, device in np.ndenumerate(step.mesh.devices):
         rows.append([*map(str, place), str(device), str(device.process_index)])
-    return table(rows, ">" * len(axes) + "<>")
+    return align_columns(rows, ">" * len(axes) + "<>")
 
 
 def _parameters(step: TrainStep) -> list[str]:

@@ -21,7 +21,7 @@ from jzero.run.checkpoints import CheckpointedRun, save_and_exit
 from jzero.run.clock import DEVICE, HOST
 from jzero.run.deepspeed_names import KEYWORDS
 from jzero.run.deferred_loss import Loss, Outputs, check_outputs, deferred_outputs
-from jzero.run.diagnosis.checks import Checks
+from jzero.run.diagnosis.step_checks import Checks
 from jzero.run.find_checkpoint import warn_if_not_resumed
 from jzero.run.micro_batches import Accumulation, Held, next_micro_batches, one_batch, position
 from jzero.run.observers import Observers

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jzero.checkpoint.async_save import settle
+from jzero.checkpoint.async_save import wait_ignoring_errors
 from jzero.checkpoint.directory import LATEST, SAVING, list_checkpoints, local_path, read_latest, recover
 from jzero.checkpoint.lock import other_holder
 from jzero.checkpoint.orbax_trees import all_or_none
@@ -89,7 +89,7 @@ def print_warning(text: str) -> None:
 
 def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
     """Return the result of `work` on process 0, a JSON value; if it raises there, every process raises."""
-    settle()
+    wait_ignoring_errors()
     found = all_or_none(task, lambda: work() if jax.process_index() == 0 else None)
     return json.loads(agree(task, json.dumps(found))[0])
 

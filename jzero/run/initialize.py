@@ -34,6 +34,7 @@ from jzero.run.engine import Engine
 from jzero.run.find_checkpoint import former_batch
 from jzero.run.run_report import report
 from jzero.run.step_memory import check_room
+from jzero.step.setup import resolve
 from jzero.step.train_step import TrainStep
 from jzero.values.parameters import EPOCHS, Total, is_auto
 
@@ -141,7 +142,7 @@ def initialize(
     last_words.passed(0)  # an earlier engine's step is not this run's
     config = Config.load(choose_config(args, config))
     pinned_memory.allow(config)  # the next line starts JAX's devices
-    watchdog.start(config.watchdog.floor, config.watchdog.ceiling)
+    watchdog.watch_for_hangs(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
         raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
@@ -155,11 +156,11 @@ def initialize(
     if root:
         together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
     former = former_batch(root) if root else None
-    step = TrainStep(
+    setup = resolve(
         model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former,
         total_num_steps=partial(_steps_of, training_data, config) if total_num_steps is None else total_num_steps,
-        before_first=check_room,
     )  # fmt: skip
+    step = TrainStep(setup, before_first=check_room)
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)

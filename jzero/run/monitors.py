@@ -154,7 +154,7 @@ def enabled(config: Config) -> list[str]:
     return sections
 
 
-def place(section: str, config: Config) -> str:
+def monitor_location(section: str, config: Config) -> str:
     """Return where a monitor writes: its directory, or the name of the service."""
     settings = getattr(config, section)
     return str(Path(settings.output_path, settings.job_name)) if isinstance(settings, FilesConfig) else section
@@ -179,7 +179,7 @@ class Curves:
     def __init__(self, config: Config):
         self._scaled = config.fp16.enabled
         sections = together("monitors", lambda: enabled(config))
-        where = dict.fromkeys(place(section, config) for section in sections)
+        where = dict.fromkeys(monitor_location(section, config) for section in sections)
         # {"curves": the directories and services that the config names}; {} without monitors
         self.places = {"curves": ", ".join(where)} if where else {}
         mine = sections if jax.process_index() == 0 else []

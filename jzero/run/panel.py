@@ -19,7 +19,7 @@ from jzero.run.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.run.lines import scheduled_steps
 from jzero.run.speed import CompletedSteps, Speed
 from jzero.step.train_step import TrainStep
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,7 +77,7 @@ def fields(facts: PanelFacts) -> dict[str, str]:
     return found
 
 
-def draw(facts: PanelFacts) -> RenderableType:
+def draw_panel(facts: PanelFacts) -> RenderableType:
     """Draw the panel."""
     from rich.columns import Columns
     from rich.console import Group
@@ -133,7 +133,7 @@ class Panel:
         self._elsewhere = slow_work.shown_elsewhere()
         self._elsewhere.__enter__()
         Panel._shown = self
-        self._display = self._open(lambda: draw(self._facts()))
+        self._display = self._open(lambda: draw_panel(self._facts()))
         sys.excepthook = self._failed
         threading.Thread(target=self._follow, args=(self._done,), daemon=True, name="jzero panel").start()
 
@@ -180,7 +180,7 @@ class Panel:
             Panel._shown = None
 
 
-def memory() -> tuple[int, int] | None:
+def peak_memory() -> tuple[int, int] | None:
     """Return the peak bytes in use on the fullest device of this process, and its limit; None on CPU devices."""
     for _, found in fullest_first():
         return found["peak_bytes_in_use"], found.get("bytes_limit", 0)
@@ -202,7 +202,7 @@ def make_panel(step: TrainStep, busy: Callable[[], bool], completed: CompletedSt
         total = None if last is None or completed.number > last else last  # the run goes on after its schedule
         return PanelFacts(
             completed.number, total, completed.metrics, completed.totals.skipped, scaled, completed.recent_speed(),
-            completed.remaining(total), waits, memory(), clock.elapsed, str(slow_work.current() or ""),
+            completed.remaining(total), waits, peak_memory(), clock.elapsed, str(slow_work.current() or ""),
         )  # fmt: skip
 
     return Panel(read, busy, open_display)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jzero.checkpoint.reader import Checkpoint
-from jzero.config.sizes import given, kept
+from jzero.config.sizes import given, keep_global_batch
 from jzero.data.order import Position
 from jzero.errors import CheckpointError, ConfigError
 from jzero.model import weights_layout
@@ -100,7 +100,7 @@ def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
     """Return the global batch to resume with (the checkpoint's unless the config names another), and a line to log."""
     then, now = notes["batch"], step.batch_sizes.train
     train = then["train"]
-    if train != now and not kept(step.config, step.replicas, then):
+    if train != now and not keep_global_batch(step.config, step.replicas, then):
         return now, f"the checkpoint's train_batch_size was {train}; from here on it is {now}"
     if train == now and then["replicas"] == step.replicas:
         return now, ""
@@ -113,7 +113,7 @@ def rate(notes: Mapping[str, Any], step: TrainStep) -> float | None:
     return None if then is None or why_no_rate(step.setup, then) else then
 
 
-def changes(loader: Any, notes: Mapping[str, Any], step: TrainStep, number: int) -> list[str]:
+def resume_differences(loader: Any, notes: Mapping[str, Any], step: TrainStep, number: int) -> list[str]:
     """List what differs from an uninterrupted run: the precision, the data; `number` is that of the step."""
     return [
         problem for problem in (other_precision(notes, step), describe_other_data(loader, notes, number)) if problem

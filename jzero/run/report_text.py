@@ -28,7 +28,7 @@ def bullets(lines: Iterable[str]) -> list[str]:
     return [part for line in lines for part in wrap(line, "  - ", "    ")]
 
 
-def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """Format rows as columns; the first row holds the titles, and `align` has "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows]
@@ -44,7 +44,7 @@ def value_text(value: Any) -> str:
 MAX_ROWS = 12
 
 
-def grouped(step: Any) -> list[str]:
+def spec_table(step: Any) -> list[str]:
     """Tabulate the parameters' specs; leaves with a common name prefix share a row."""
     leaves = sorted(jax.tree.leaves(step.layouts), key=lambda leaf: leaf.name)
 
@@ -66,7 +66,7 @@ def grouped(step: Any) -> list[str]:
     if any("frozen" in row[-1] for row in rows):
         trained = [leaf for leaf in leaves if leaf.trainable]
         rows.append(["trained", f"{len(trained)}", f"{_elements(trained):,}", "", f"{_elements(trained) / total:.2%}"])
-    return table(rows, "<>><<")
+    return align_columns(rows, "<>><<")
 
 
 def one_by_one(step: Any) -> list[str]:
@@ -79,7 +79,7 @@ def one_by_one(step: Any) -> list[str]:
         rows.append([leaf.name, str([*x.shape]), _spec(leaf), str(x.dtype), f"{n_bytes:,}", f"{x.size:,}", note])
     total = bytes_per_device(params, step.state_specs.params, step.mesh)
     rows.append(["total", "", "", "", f"{total:,}", f"{_elements(leaves):,}", ""])
-    return table(rows, "<<<<>><")
+    return align_columns(rows, "<<<<>><")
 
 
 def _spec(leaf: ParamLayout) -> str:

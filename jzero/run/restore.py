@@ -23,7 +23,7 @@ from jzero.stored_names import stored_names
 from jzero.tree import named
 
 
-def plan(
+def plan_restore(
     source: Checkpoint, step: TrainStep, former: TrainState | None, selection: Selection
 ) -> Callable[[], TrainState]:
     """Check a checkpoint against a step and its former state, and return the call that reads the new state.
@@ -34,7 +34,7 @@ def plan(
     Raises:
       ConfigError: the checkpoint belongs to another model or optimizer, or lacks leaves that `former` does not have.
     """
-    pinned_memory.check(step.host_bytes, step.mesh)
+    pinned_memory.check_pinnable(step.host_bytes, step.mesh)
     shapes, shardings = named(step.state_shapes), named(step.state_shardings)
     names = stored_names(step.state_shapes, shapes)
     checked = check_read(source, shapes, shardings, names, selection=selection, kept=source.without)

@@ -27,13 +27,13 @@ from jzero.optimizers import moments
 from jzero.planner.advice import undivided_parameters, unsharded
 from jzero.planner.plan import observed
 from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes, sums_gradients
-from jzero.run.report_text import bullets, grouped, table, value_text, wrap
+from jzero.run.report_text import align_columns, bullets, spec_table, value_text, wrap
 from jzero.run.step_report import joined, sections_of_step
 from jzero.step.setup import float16_on_cpu
 from jzero.stored_names import numberless
+from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import as_json
 from jzero.values.masking import mask
-from jzero.values.sizes import size_text
 from jzero.weights.adapters import trained_beside
 
 
@@ -63,7 +63,7 @@ def report(
     sections = (
         ("jzero run report", _head(step)),
         ("Warnings", bullets(_warnings(step))),
-        ("Layout", grouped(step)),
+        ("Layout", spec_table(step)),
         ("Model state per device", _model_state(step)),
         ("Parameter groups", bullets(_groups(step))),
         ("In effect", bullets(_effective(step))),
@@ -206,7 +206,7 @@ def _model_state(step: Any) -> list[str]:
         [f"gradients, {gradient}", size_text(b.gradients), in_step],
         ["total inside the step", size_text(b.total), formula],
     ]
-    return table(rows, "<><")
+    return align_columns(rows, "<><")
 
 
 def _how(step: Any) -> str:

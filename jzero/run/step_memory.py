@@ -13,7 +13,7 @@ import jax
 
 from jzero.data import DataLoader
 from jzero.data.curriculum import Curriculum
-from jzero.display.table import table
+from jzero.display.text_table import text_table
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
 from jzero.planner.advice import nearest, nearest_text
@@ -26,7 +26,7 @@ from jzero.step.train_step import TrainStep
 from jzero.step.update import SkipWhen
 from jzero.stored_names import numberless
 from jzero.tree import PyTree
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 STATUS = Path("/proc/self/status")  # Linux
 
@@ -87,10 +87,10 @@ def by_module(step: Any) -> str:
         for depth in range(len(path) + 1):
             found[path[:depth]] = _sum(found.get(path[:depth], LeafBytes()), size)
     tree = sorted(found, key=lambda path: (path[:1] == (OTHER,), path))
-    rows = [(path, found[path]) for path in tree if any(found[path])]
     host = found[()].host > 0
     columns = ["module", "masters", "optimizer", "parameters", "gradients", "total", *["host"] * host]
-    return table("model state by module, per device", columns, [_cells(*row, host) for row in rows], left=["module"])
+    cells = [_cells(path, found[path], host) for path in tree if any(found[path])]
+    return text_table("model state by module, per device", columns, cells, left=["module"])
 
 
 def _path(name: list[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from jzero.model import STACK
 from jzero.planner.advice import gathered_sequences
 from jzero.planner.products import products
 from jzero.planner.traced_collectives import COLUMNS, across_hosts, moves, whole_sequences
-from jzero.run.report_text import bullets, table
+from jzero.run.report_text import align_columns, bullets
 from jzero.stored_names import numberless
 
 MOST_MOVES = 12
@@ -43,7 +43,7 @@ def _moves(step: Any) -> list[str]:
     if group_size(step.mesh) == 1 or step.traced is None:
         return []
     found = moves(step.traced, step.mesh)
-    lines = table([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
+    lines = align_columns([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
     whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
     undivided = whole_sequences(step.model, step.setup.weights, step.traced, step.mesh)
     gathered = gathered_sequences(found, step.mesh, step.setup.config.context_parallel.attention)

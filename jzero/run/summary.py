@@ -16,7 +16,7 @@ from jzero.ledger.recorder import Recorder
 from jzero.loss import LOSS
 from jzero.profiling.device_times import DeviceTimes
 from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PEERS, PROFILE, SCRIPT, START, Clock
-from jzero.run.diagnosis.verdict import verdict
+from jzero.run.diagnosis.verdict import name_bottleneck
 from jzero.run.panel import Panel
 from jzero.run.speed import CompletedSteps, Speed, Totals
 
@@ -60,7 +60,7 @@ class Summary(NamedTuple):
         seconds = clock.total
         return cls(
             seconds, completed.totals, completed.training_speed(seconds), completed.metrics, files, clock.cached,
-            ledger.goodput(), verdict(seconds, config, devices, profiled),
+            ledger.goodput(), name_bottleneck(seconds, config, devices, profiled),
         )  # fmt: skip
 
     @property

@@ -5,11 +5,11 @@ every primitive by its rule, which moves what has to be moved. A primitive witho
 table of how weights are divided decides how much is moved, never what is computed.
 """
 
-from jzero.spread import control, kernels, products, shapes  # they fill the table of rules
+from jzero.spread import control, fused_attention, matmuls, shapes  # they fill the table of rules
 from jzero.spread.interpreter import spread
 from jzero.spread.sharded_array import Dims, Fallback, Ledger, ModelGroup, MovedArray, ShardedArray, whole
 
 __all__ = [
-    "Dims", "Fallback", "Ledger", "ModelGroup", "MovedArray", "ShardedArray", "control", "kernels", "products",
+    "Dims", "Fallback", "Ledger", "ModelGroup", "MovedArray", "ShardedArray", "control", "fused_attention", "matmuls",
     "shapes", "spread", "whole",
 ]  # fmt: skip

@@ -54,7 +54,7 @@ class Table(NamedTuple):
     must_fit: bool = True
 
 
-def divided(
+def divisions_by_axis(
     model: Any, params: PyTree, config: Config, mesh: Mesh, has_stack: bool, searched: bool = False
 ) -> dict[str, Division]:
     """Return axis -> the dimensions that the axis divides: by the config's table, else by the model's.

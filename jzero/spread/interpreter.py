@@ -116,7 +116,7 @@ class _Chained:
         w, dtype = self._known[eqn.invars[1]].x, out.aval.dtype
         if chain and out not in self._sources:
             xs = chain.parts([self._known[v].x for v, _ in chain.sources])
-            y = product.mapped_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
+            y = product.mapped_fp8_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
         else:
             x = self._known[eqn.invars[0]]
             form = form_of(eqn.params["dimension_numbers"], (len(x.shape), len(w.shape)), 1)

@@ -15,7 +15,7 @@ from jzero.mesh import TENSOR
 from jzero.spread.division import layer_shapes
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree
-from jzero.values.layer_specs import torch_name
+from jzero.values.layer_spec_kinds import torch_name
 
 _KEY = "tensor_parallel.partition_config"
 _BY_HAND = "write tensor_parallel.dimensions instead, with the dimension of the model's own shape"

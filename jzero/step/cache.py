@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from jzero.spread.model import SpreadModel
+from jzero.spread.spread_model import SpreadModel
 from jzero.tree import PyTree
 
 Make = Callable[[int], PyTree]  # columns -> an empty cache
 
 
-def divided(model: Any, make: Make, decode: Callable[[PyTree], PyTree], length: int) -> Make:
+def sharded_cache(model: Any, make: Make, decode: Callable[[PyTree], PyTree], length: int) -> Make:
     """Divide a cache over `tensor` as a pass leaves it: keys and values by their heads, as the layer computes them.
 
     Args:

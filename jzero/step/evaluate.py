@@ -100,7 +100,7 @@ class EvalStep:
         of = f" of {rows} rows{'' if dropout is None else ' with dropout'}"
         results = self._run(state.params, (padded,), extra, key, np.int32(dropout or 0), of=of)
         if numpy:
-            results = to_host(results, self._run.guard.shared)
+            results = to_numpy(results, self._run.guard.shared)
         return jax.tree.map(lambda x: x[:rows], results) if rows % self._multiple else results
 
     def metrics(self, state: TrainState, batches: Iterable[PyTree], extra: PyTree = None) -> dict[str, float]:
@@ -125,7 +125,7 @@ class EvalStep:
         return {name: float(total / count) if count else float("nan") for name, (total, count) in sums.items()}
 
 
-def to_host(results: PyTree, shared: bool) -> PyTree:
+def to_numpy(results: PyTree, shared: bool) -> PyTree:
     """Convert arrays to NumPy arrays with all rows; `shared`: the rows lie on several processes, which all get them."""
     return multihost_utils.process_allgather(results, tiled=True) if shared else jax.device_get(results)
 

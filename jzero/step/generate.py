@@ -22,14 +22,14 @@ from jzero.errors import ConfigError
 from jzero.layout.sharding import stack_length
 from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
-from jzero.passes.stack import fetch
+from jzero.passes.stack import fetch_params
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.stages import divided_vocabulary
-from jzero.spread.model import on_group
+from jzero.spread.spread_model import on_group
 from jzero.step.batch import host_arrays, place_batch
-from jzero.step.cache import Make, divided, has_columns
+from jzero.step.cache import Make, has_columns, sharded_cache
 from jzero.step.call import Call
-from jzero.step.evaluate import pad_rows, to_host
+from jzero.step.evaluate import pad_rows, to_numpy
 from jzero.step.setup import Setup
 from jzero.step.state import TrainState, check_alive, check_key
 from jzero.tree import PyTree, leading_dim
@@ -108,7 +108,7 @@ class Generator:
         operands = state.params, placed, sampling._replace(rng=None), np.int32(rows), sampling.rng
         found = self._run(*operands, of=f" of {max_new_tokens} new tokens", new=int(max_new_tokens))
         if numpy:
-            found = to_host(found, self.guard.shared)
+            found = to_numpy(found, self.guard.shared)
         return found[:rows] if len(found) > rows else found
 
     @cached_property
@@ -227,7 +227,7 @@ def _generate(
 
     def write(t: ArrayLike, logits: jax.Array, ended: jax.Array, found: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Write the next token of every row; return (whether each row has ended, all tokens)."""
-        token = jnp.where(ended, sampling.pad, choose(logits, row, t, sampling))
+        token = jnp.where(ended, sampling.pad, sample_tokens(logits, row, t, sampling))
         if sampling.eos is not None:
             ended |= (token[:, None] == sampling.eos).any(1)
         return ended, lax.dynamic_update_index_in_dim(found, token, length + t, 1)
@@ -246,7 +246,7 @@ def _generate(
     return lax.while_loop(lambda carry: (carry[0] < new) & carry[1], body, start)[3]
 
 
-def choose(logits: jax.Array, row: jax.Array, t: ArrayLike, sampling: Sampling) -> jax.Array:
+def sample_tokens(logits: jax.Array, row: jax.Array, t: ArrayLike, sampling: Sampling) -> jax.Array:
     """Choose a token for every row [B] of logits [B, V]: the draw depends on the key, the row and the step alone."""
     rng, temperature = sampling.rng, sampling.temperature
     if rng is None or temperature is None:
@@ -291,10 +291,10 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
 
     token = jnp.zeros((rows, 1), jnp.int32)
     if not isinstance(setup.model, StackModel):
-        decode = partial(model.decode, fetch(layouts, (diff, nondiff), setup.precision))
-        return decode, divided(model, undivided, lambda cache: decode(token, 0, None, cache)[1], length)(length)
+        decode = partial(model.decode, fetch_params(layouts, (diff, nondiff), setup.precision))
+        return decode, sharded_cache(model, undivided, lambda cache: decode(token, 0, None, cache)[1], length)(length)
     # Gathered once, as in training: they stay alive through all layers anyway.
-    ends = fetch(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
+    ends = fetch_params(layouts[ENDS], (diff[ENDS], nondiff[ENDS]), setup.precision)
     through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
     pair, layer = (diff[STACK], nondiff[STACK]), _layer(setup)
     vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
@@ -304,7 +304,7 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
             return jax.tree.map(jnp.asarray, model.decode_prefix(ends, *args))
 
     first = _first_layer(pair, setup.passes.view.layer_axis)
-    make = divided(model, undivided, lambda cache: layer(first, prefix(token, 0, None), cache)[1], length)
+    make = sharded_cache(model, undivided, lambda cache: layer(first, prefix(token, 0, None), cache)[1], length)
     run, cache = through(setup, layer, pair, make, length)
 
     def forward(
@@ -325,7 +325,7 @@ def _layer(setup: Setup) -> Callable[[Weights, PyTree, PyTree], tuple[PyTree, Py
     def layer(pair: Weights, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         if gathers:  # in every pass: without the barrier XLA gathers all layers once, before the loop
             pair, x = lax.optimization_barrier((pair, x))
-        return model.decode_block(fetch(layouts, pair, precision), x, cache)
+        return model.decode_block(fetch_params(layouts, pair, precision), x, cache)
 
     return layer
 

@@ -24,9 +24,9 @@ from jzero.passes.gradients import DeviceFunctions
 from jzero.passes.sequential import Passes, sequential
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, cast, settle_precision
-from jzero.spread.division import check_tables, divided
+from jzero.spread.dimension_search import with_found_dimensions
+from jzero.spread.division import check_tables, divisions_by_axis
 from jzero.spread.layer_specs import with_layer_specs
-from jzero.spread.search import with_found_dimensions
 from jzero.step.optimizer import StepOptimizer, resolve_optimizer, resolve_schedule
 from jzero.tracing.fp8_weights import Noted, large_weights
 from jzero.tree import PyTree, named
@@ -81,7 +81,7 @@ class Setup:
 
     @property
     def histories(self) -> dict[str, PartitionSpec]:
-        """The specs of the histories of weights that may be multiplied in fp8; see `kernels.fp8.history`."""
+        """The specs of the histories of weights that may be multiplied in fp8; see `kernels.fp8.delayed_scaling`."""
         section, names = self.config.fp8, getattr(self.model, "names", None)
         if not section.enabled or section.recipe != "delayed":
             return {}
@@ -176,9 +176,9 @@ def resolve(
     _check_fp8(config, precision, mesh)
 
     def laid_out() -> tuple[zeropp.Plus, Mapping[str, int | None], PyTree, Passes]:
-        offload.check(config.zero_optimization, mesh)
+        offload.check_offload(config.zero_optimization, mesh)
         plus = zeropp.read_plus(config.zero_optimization, mesh)
-        division = divided(model, facts.shapes, config, mesh, facts.has_stack, searched)
+        division = divisions_by_axis(model, facts.shapes, config, mesh, facts.has_stack, searched)
         layouts = _layouts(facts, config, mesh, plus, {axis: of.dims for axis, of in division.items()})
         return plus, division[TENSOR].unfit, layouts, make_passes(model, config, mesh, layouts, precision)
 
@@ -270,7 +270,7 @@ def _layouts(
         if keys := [f"{key} = {list(patterns)}" for key, patterns in given.items() if patterns is not None]:
             raise ConfigError(f"{', '.join(keys)}: every parameter is frozen; leave one to train")
         raise ConfigError(f"{facts.model!r} has no parameters to train: init(rng) returned no floating-point arrays")
-    return offload.choose(layouts, config.zero_optimization)
+    return offload.choose_host_state(layouts, config.zero_optimization)
 
 
 def _vocabulary(facts: ModelFacts, stages: int) -> dict[str, int]:

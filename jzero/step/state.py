@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.errors import ConfigError, some_of
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8 import delayed_scaling
 from jzero.layout import offload, pinned_memory
 from jzero.layout.sharding import ParamLayout, optimizer_layouts, specs, trainable
 from jzero.loss_scale import LossScale
@@ -46,7 +46,7 @@ class TrainState:
     opt_state: Any
     loss_scale: LossScale
     rng: jax.Array
-    fp8: history.Histories = dataclasses.field(default_factory=dict)
+    fp8: delayed_scaling.Histories = dataclasses.field(default_factory=dict)
     names: StoredNames | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class States:
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = offload.place(shardings(setup.mesh, self.specs), self.on_host)
+        self.shardings = offload.with_memory_kinds(shardings(setup.mesh, self.specs), self.on_host)
         self._init = self._in_parts(self._new, lambda state: state)
         without = partial(dataclasses.replace, params=None)
         self._init_around = self._in_parts(lambda params, rng: without(self._around(params, rng)), without)
@@ -129,10 +129,10 @@ class States:
             self._histories(params), getattr(self._setup.model, "names", None),
         )  # fmt: skip
 
-    def _histories(self, params: PyTree) -> history.Histories:
+    def _histories(self, params: PyTree) -> delayed_scaling.Histories:
         names, steps = self._setup.histories, self._setup.config.fp8.amax_history_len
         weights = offload.on_device({name: x for name, x in named(params).items() if name in names})
-        return {name: history.start(x, steps) for name, x in weights.items()}
+        return {name: delayed_scaling.initial_history(x, steps) for name, x in weights.items()}
 
     def _loss_scale(self) -> LossScale:
         return self._setup.precision.scaler.init(len(self._setup.gradient_names))
@@ -140,7 +140,7 @@ class States:
     def init(self, rng: jax.Array, params: PyTree = None, donate: bool = False) -> TrainState:
         """Make a new state; see `TrainStep.init`."""
         # Programs make it, sharded from the start: arrays made on one device and then moved would need its memory.
-        pinned_memory.check(self.host_bytes, self._setup.mesh)
+        pinned_memory.check_pinnable(self.host_bytes, self._setup.mesh)
         rng, model = check_key(rng), self._setup.model
         values, adopt = getattr(model, "values", None), getattr(model, "adopt", lambda params: params)
         if params is None:

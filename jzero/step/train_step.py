@@ -8,7 +8,7 @@ state, metrics = step(state, batch)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from jzero.step.programs import (
     micro_loss_program,
     step_program,
 )
-from jzero.step.setup import TotalSteps, resolve
+from jzero.step.setup import Setup, resolve
 from jzero.step.state import States, TrainState, check_alive
 from jzero.step.update import NEVER, Metrics, SkipWhen, learning_rate, why_no_rate, with_aside
 from jzero.tree import PyTree, combine, partition
@@ -72,7 +72,7 @@ def make_train_step(
       ConfigError: a config that does not fit itself, the devices or the model, before anything is compiled.
     """
     config = without_curriculum(Config.load(config))
-    return TrainStep(model, config, mesh=mesh, optimizer=optimizer, total_num_steps=total_num_steps)
+    return TrainStep(resolve(model, config, mesh=mesh, optimizer=optimizer, total_num_steps=total_num_steps))
 
 
 class TrainStep:
@@ -88,13 +88,8 @@ class TrainStep:
       generate: continues prompts: `step.generate(state, tokens, max_new_tokens)`, see `step.generate.Generator`.
     """
 
-    def __init__(
-        self, model: Model, config: Config, *, mesh: Mesh | None = None, optimizer: Any = None,
-        lr_scheduler: optax.Schedule | None = None, former: Mapping[str, Any] | None = None,
-        total_num_steps: TotalSteps = None, before_first: Callable[[TrainStep], None] = lambda step: None,
-    ):  # fmt: skip
-        given = {"mesh": mesh, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "former": former}
-        self.setup = setup = resolve(model, config, **given, total_num_steps=total_num_steps)
+    def __init__(self, setup: Setup, *, before_first: Callable[[TrainStep], None] = lambda step: None):
+        self.setup = setup
         self.model, self.config, self.mesh = setup.model, setup.config, setup.mesh
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)

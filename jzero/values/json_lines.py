@@ -49,10 +49,10 @@ def _as_object(line: str) -> object:
             return None
 
 
-def number(x: Any) -> Any:
+def decode_float(x: Any) -> Any:
     """Return the float that a string of `encode` stands for; anything else as it is.
 
-    >>> number("-inf"), number(0.5)
+    >>> decode_float("-inf"), decode_float(0.5)
     (-inf, 0.5)
     """
     return _NOT_FINITE.get(x, x) if isinstance(x, str) else x

@@ -72,7 +72,7 @@ def save(
     # A cast on the device would turn large values into infinities without an error, so the writer casts to float16.
     # bfloat16 has the range of float32. What is merged is rounded once, after the sum.
     whole = dtype == np.float16 or merge.arrays
-    parts = gather({name: by_name[name] for name in merge.ordered(wanted)}, step.mesh, None if whole else dtype)
+    parts = gather_params({name: by_name[name] for name in merge.ordered(wanted)}, step.mesh, None if whole else dtype)
 
     def begin() -> TensorWriter:
         directory.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,9 @@ def save_adapters(params: PyTree, step: TrainStep, directory: str | os.PathLike)
     save(params, step, directory, ADAPTER_FILE, np.dtype(step.precision.master), adapters=True)
 
 
-def gather(params: Mapping[str, tuple[ParamLayout, jax.Array]], mesh: Mesh, dtype: np.dtype | None) -> Iterator[Part]:
+def gather_params(
+    params: Mapping[str, tuple[ParamLayout, jax.Array]], mesh: Mesh, dtype: np.dtype | None
+) -> Iterator[Part]:
     """Yield (name, box, values) for all parameters; a stacked leaf comes one layer at a time.
 
     All processes must exhaust the iterator, because every gather is a collective. Device memory: one layer, gathered on

@@ -30,7 +30,7 @@ from jzero.distributed.place import find_place, slurm_hosts
 from jzero.launcher import environment, hostfile
 from jzero.ledger import schema
 from jzero.optimizers import lr_schedules, table
-from jzero.plots import history, page
+from jzero.plots import history, run_plots
 from jzero.plots.history import METRICS
 
 # ---------------------------------------------------------------- configs
@@ -142,7 +142,7 @@ def hostfiles(r, folder):
             file.write_bytes(garbled(r, HOSTS, INSIDE).encode("utf-8", "surrogatepass"))
             slots = hostfile.read_hostfile(file)
             hosts = {host: list(range(n)) for host, n in slots.items()}
-            hostfile.choose(hosts, include=garbled(r, "worker-1@worker-2:0,2", INSIDE))
+            hostfile.select_hosts(hosts, include=garbled(r, "worker-1@worker-2:0,2", INSIDE))
             hostfile.visible_devices({"CUDA_VISIBLE_DEVICES": garbled(r, "0,1,GPU-12ab", INSIDE)})
 
 
@@ -283,7 +283,7 @@ def ledgers(r, folder):
     if name == schema.FILE:
         repr(ledger.read(run))
     histories = history.read_all([run])
-    styled(*page.contents(histories, {}))
+    styled(*run_plots.contents(histories, {}))
     for step in ledger.read(run).steps if name == schema.FILE else ():
         ledger.read(run).rows(step)
 

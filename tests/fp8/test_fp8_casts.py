@@ -44,7 +44,7 @@ def test_a_cast_its_transpose_and_its_largest_element(kernel, f, parts, dtype, m
     ours, most = TYPES[dtype]
     expected = np.concatenate(by_numpy(f, [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]), 1)
     results = jax.ShapeDtypeStruct(expected.shape, dtype)
-    assert casts.supports([x.shape for x in xs], results.shape)
+    assert casts.supports_cast([x.shape for x in xs], results.shape)
     scale = jnp.float32(SCALE)
     for with_amax in (False, True):
         if kernel:

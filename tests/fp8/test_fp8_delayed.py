@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import jzero
 from jzero.errors import ConfigError
-from jzero.kernels.fp8 import history
-from jzero.kernels.fp8.product import dot_general
+from jzero.kernels.fp8.delayed_scaling import advance, bound, exponent_one_hot, initial_history, scales, zero_counts
+from jzero.kernels.fp8.product import fp8_dot_general
 from jzero.kernels.fp8.quantized import E4M3, E5M2, quantize_weight
 from jzero.kernels.fusion.chains import form_of
 from jzero.planner.state_bytes import state_bytes
@@ -40,27 +40,28 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @given(st.lists(st.floats(2.0**-126, LARGEST, width=32), min_size=1, max_size=9))
 def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
-    counts, expected = history.counts(jnp.array(numbers, jnp.float32)).sum(0), min(above(max(numbers)), 2.0**127)
-    assert float(history.bound(counts)) == expected
-    assert float(history.bound(counts.astype(jnp.bfloat16))) == expected  # as a sum of gradients may be
+    counts = exponent_one_hot(jnp.array(numbers, jnp.float32)).sum(0)
+    expected = min(above(max(numbers)), 2.0**127)
+    assert float(bound(counts)) == expected
+    assert float(bound(counts.astype(jnp.bfloat16))) == expected  # as a sum of gradients may be
 
 
 def test_nothing_was_seen():
-    assert float(history.bound(history.counts(jnp.float32(0)))) == 0
-    assert float(history.bound(history.counts(jnp.float32(np.inf)))) == 0  # this step changes nothing
+    assert float(bound(exponent_one_hot(jnp.float32(0)))) == 0
+    assert float(bound(exponent_one_hot(jnp.float32(np.inf)))) == 0  # this step changes nothing
 
 
 def test_a_history_forgets():
     """The largest of the last two steps decides the scale."""
-    seen = history.start(jnp.full((1, 8, 8), 0.75), 2)
+    seen = initial_history(jnp.full((1, 8, 8), 0.75), 2)
     np.testing.assert_array_equal(seen[0], [[0, 0], [0, 0], [1, 0]])
-    for gradients, bound in ((E5M2, 2.0**15 * 2**6), (E4M3, 2.0**8 * 2**12)):  # before a step has seen any
-        np.testing.assert_array_equal(history.scales(seen[0], gradients), [2.0 ** (8 - 4), bound, 2.0**8])
+    for gradients, before in ((E5M2, 2.0**15 * 2**6), (E4M3, 2.0**8 * 2**12)):  # before a step has seen any
+        np.testing.assert_array_equal(scales(seen[0], gradients), [2.0 ** (8 - 4), before, 2.0**8])
     # largest element of a step, bound of activations and gradients, bound of weights
     for largest, expected, of_weights in ((5.0, 8.0, 8.0), (0.3, 8.0, 8.0), (0.1, 0.5, 0.5)):
-        counts = {"w": history.counts(jnp.full((1, 3), largest))}
-        seen = history.advance({"w": seen}, counts, ())["w"]
-        found = history.scales(seen[0], E4M3)
+        counts = {"w": exponent_one_hot(jnp.full((1, 3), largest))}
+        seen = advance({"w": seen}, counts, ())["w"]
+        found = scales(seen[0], E4M3)
         np.testing.assert_array_equal(found, 256 / np.array([expected, expected, of_weights]))
 
 
@@ -76,9 +77,9 @@ def test_a_product_by_known_scales(order):
 
     def run(x, place, seen):
         q = quantize_weight(w, (), jnp.bfloat16, E5M2, scales)
-        return dot_general(x, q.used(q.x8, place, seen), form, jnp.bfloat16, {})
+        return fp8_dot_general(x, q.used(q.x8, place, seen), form, jnp.bfloat16, {})
 
-    y, pull = jax.vjp(run, x, jnp.zeros_like(w), history.zero_counts())
+    y, pull = jax.vjp(run, x, jnp.zeros_like(w), zero_counts())
     dx, dw, counts = pull(g)
 
     def rounded(v, scale, dtype):
@@ -92,7 +93,7 @@ def test_a_product_by_known_scales(order):
     for found, expected in ((y, x8 @ w8), (dx, g8 @ w8.T), (dw, x8.T @ g8 if "kn" in order else g8.T @ x8)):
         assert np.linalg.norm(np.asarray(found, np.float64) - expected) < 2.0**-9 * np.linalg.norm(expected)
     largest = [np.abs(np.asarray(v, np.float64)).max() for v in (x, g)]
-    np.testing.assert_array_equal(history.bound(counts), above(largest))
+    np.testing.assert_array_equal(bound(counts), above(largest))
 
 
 def test_products_of_one_activation_share_its_cast():
@@ -101,7 +102,7 @@ def test_products_of_one_activation_share_its_cast():
     form, casts = form_of((((1,), (0,)), ((), ())), (2, 2), 1), {}
     for _ in range(3):
         q = quantize_weight(w, (), jnp.bfloat16, E5M2)
-        dot_general(x, q.used(q.x8, jnp.zeros((8, 8), jnp.bfloat16)), form, jnp.bfloat16, casts)
+        fp8_dot_general(x, q.used(q.x8, jnp.zeros((8, 8), jnp.bfloat16)), form, jnp.bfloat16, casts)
     assert len(casts) == 1
 
 

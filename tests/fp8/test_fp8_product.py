@@ -1,12 +1,15 @@
 """Products in fp8 against float64 products of factors that NumPy and ml_dtypes round."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 
-from jzero.kernels.fp8.product import dot_general
+from jzero.kernels.fp8.product import fp8_dot_general
 from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
 from jzero.kernels.fusion.chains import form_of
 
@@ -61,7 +64,7 @@ def jzeros(letters, weight, a, b, g, gradients, trained=True):
 
     def run(x, place):
         w = quantize_weight((a, b)[weight], (), jnp.bfloat16, gradients)
-        return dot_general(x, w.used(w.x8, place), form, jnp.bfloat16, {})
+        return fp8_dot_general(x, w.used(w.x8, place), form, jnp.bfloat16, {})
 
     x, place = (a, b)[1 - weight], jnp.zeros((a, b)[weight].shape, jnp.bfloat16) if trained else None
     y, pull = jax.vjp(run, x, place)
@@ -152,3 +155,20 @@ def test_a_weight_used_otherwise_is_the_rounded_one_with_its_gradient():
     dw = jax.grad(lambda place: (stored.used(stored.x8, place).dequantized() * 3).sum())(place)
     assert (np.asarray(dw) == 3).all()
     assert stored.x8.dtype == E4M3
+
+
+def test_gradients_are_summed_exactly():
+    """Hopper's fast mode sums in about 14 bits, which a CPU cannot show: the products' precision must ask for more."""
+
+    def precisions(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                yield eqn.params["precision"]
+            for inner in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                    yield from precisions(getattr(inner, "jaxpr", inner))
+
+    run = partial(jzeros, "tk,kn->tn", 1, gradients=E5M2)
+    fast, exact = ((lax.Precision[name],) * 2 for name in ("DEFAULT", "HIGHEST"))
+    found = list(precisions(jax.make_jaxpr(run)(*factors("tk,kn->tn")).jaxpr))
+    assert found == [fast, exact, exact]  # y, then the two gradients

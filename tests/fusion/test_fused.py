@@ -182,7 +182,7 @@ def test_the_kernel_in_pallas_interpreter(shape, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     (m, n), dtype = shape, jnp.bfloat16
     x, y = numbers((m, 2, n), (m, 1, n), dtype=dtype)
-    assert parts.supports([x.shape, y.shape])
+    assert parts.supports_elementwise([x.shape, y.shape])
     found = parts.tiled_map_parts(mixed, x, y, parts=(1, 2))
     expected = map_parts(mixed, [x, y], (1, 2))
     for a, b in zip(found, expected, strict=True):
@@ -195,7 +195,7 @@ def test_the_kernel_in_pallas_interpreter(shape, monkeypatch):
 
 @pytest.mark.parametrize("shapes", [[(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str)
 def test_shapes_that_the_kernel_does_not_take(shapes):
-    assert not parts.supports(shapes)
+    assert not parts.supports_elementwise(shapes)
 
 
 ACTIVATIONS = {

@@ -45,5 +45,5 @@ def assert_same(a, b):
 @pytest.fixture(autouse=True)
 def nothing_left_over():
     yield
-    async_save.settle()
+    async_save.wait_ignoring_errors()
     async_save._last = None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from jobs import ROOT
 
-from jzero.launcher.attempt import TRANSITIONS, Attempt, Event, State
+from jzero.launcher.attempt import TRANSITIONS, Attempt, AttemptEvent, State
 from jzero.launcher.job import Process
 
 STOP = {"stop": 4.0}
@@ -55,18 +55,20 @@ def test_every_state_ends(driven):
     """From each state a failure or a signal, and then the time, lead to KILLED; the table names all states."""
     assert {state for state, _ in TRANSITIONS} == set(State)
     for state in set(State) - {State.KILLED}:
-        after = {TRANSITIONS[state, event][0] for event in Event if (state, event) in TRANSITIONS}
+        after = {TRANSITIONS[state, event][0] for event in AttemptEvent if (state, event) in TRANSITIONS}
         assert after & {State.FAILED, State.INTERRUPTED, State.KILLED}
     for state in (State.FAILED, State.INTERRUPTED, State.KILLED):
-        assert TRANSITIONS[state, Event.LATE][0] is State.KILLED
+        assert TRANSITIONS[state, AttemptEvent.LATE][0] is State.KILLED
 
 
 def test_the_manual_shows_the_table():
     page = (ROOT / "docs" / "clusters.md").read_text()
-    assert [event.name.lower() for event in Event] == page.partition("| state | ")[2].partition(" |\n")[0].split(" | ")
+    assert [event.name.lower() for event in AttemptEvent] == page.partition("| state | ")[2].partition(" |\n")[0].split(
+        " | "
+    )
     for state in State:
         row = page.partition(f"\n| {state.name.lower()}: {state.value} |")[2].partition("\n")[0].split("|")[:-1]
-        after = [TRANSITIONS.get((state, event), (None, None))[0] for event in Event]
+        after = [TRANSITIONS.get((state, event), (None, None))[0] for event in AttemptEvent]
         assert [cell.strip() for cell in row] == [one.name.lower() if one else "" for one in after]
 
 

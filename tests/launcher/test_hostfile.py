@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jzero.errors import ConfigError
-from jzero.launcher.hostfile import choose, devices_here, parse_filter, read_hostfile, visible_devices
+from jzero.launcher.hostfile import devices_here, parse_filter, read_hostfile, select_hosts, visible_devices
 
 names = st.from_regex(r"[a-z][a-z0-9-]{0,4}(\.[a-z0-9-]{1,4}){0,2}", fullmatch=True)
 hostfiles = st.dictionaries(names, st.integers(1, 9), min_size=1, max_size=6)
@@ -165,14 +165,14 @@ HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}
     ],
 )
 def test_choice(options, left):
-    assert list(choose(HOSTS, **options).items()) == list(left.items())
+    assert list(select_hosts(HOSTS, **options).items()) == list(left.items())
 
 
 def test_order_of_visible_devices_is_kept():
     visible = {"localhost": [3, 1, "GPU-8", 0]}
-    assert choose(visible, num_gpus=3) == {"localhost": [3, 1, "GPU-8"]}
-    assert choose(visible, include="localhost:0,1,3") == {"localhost": [3, 1, 0]}
-    assert choose(visible, exclude="localhost:1") == {"localhost": [3, "GPU-8", 0]}
+    assert select_hosts(visible, num_gpus=3) == {"localhost": [3, 1, "GPU-8"]}
+    assert select_hosts(visible, include="localhost:0,1,3") == {"localhost": [3, 1, 0]}
+    assert select_hosts(visible, exclude="localhost:1") == {"localhost": [3, "GPU-8", 0]}
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_order_of_visible_devices_is_kept():
     ],
 )
 def test_refused(options, parts):
-    (problem,) = refused(choose, HOSTS, **options)
+    (problem,) = refused(select_hosts, HOSTS, **options)
     assert [part for part in parts if part not in problem] == [], problem
 
 
 def test_all_at_once():
-    problems = refused(choose, HOSTS, include="d@a:0,2,3@e:1@b:4")
+    problems = refused(select_hosts, HOSTS, include="d@a:0,2,3@e:1@b:4")
     assert [problem.partition(": ")[2] for problem in problems] == [
         "no host 'd'; the hosts are b, a, c",
         "no host 'e'; the hosts are b, a, c",
@@ -205,14 +205,14 @@ def test_all_at_once():
         "a has no device 3; it has 0, 1",
         "b has no device 4; it has 0, 1, 2, 3",
     ]
-    assert len(refused(choose, HOSTS, num_gpus=5)) == 3
+    assert len(refused(select_hosts, HOSTS, num_gpus=5)) == 3
 
 
 @given(hostfiles)
 def test_include_all(slots):
     hosts = devices(slots)
     for text in ("@".join(hosts), "@".join(f"{host}:{','.join(map(str, ids))}" for host, ids in hosts.items())):
-        assert choose(hosts, include=text) == hosts
+        assert select_hosts(hosts, include=text) == hosts
 
 
 @given(hostfiles, st.data())
@@ -224,12 +224,12 @@ def test_include_and_exclude_are_complements(slots, data):
         f"{host}:{','.join(str(id) for h, id in some if h == host)}"
         for host in data.draw(st.permutations(sorted({host for host, _ in some})))
     )
-    kept = choose(hosts, include=text)
+    kept = select_hosts(hosts, include=text)
     assert _flat(kept) == [pair for pair in every if pair in some]  # in the hostfile's order
     if len(some) == len(every):
-        refused(choose, hosts, exclude=text)
+        refused(select_hosts, hosts, exclude=text)
     else:
-        assert _flat(choose(hosts, exclude=text)) == [pair for pair in every if pair not in some]
+        assert _flat(select_hosts(hosts, exclude=text)) == [pair for pair in every if pair not in some]
 
 
 def _flat(hosts):
@@ -266,16 +266,16 @@ def test_filters_choose_as_deepspeed_does(option, slots, data):
         parts.append(host if whole[host] else f"{host}:{','.join(map(str, ids))}")
     expected = deepspeed_filter(hosts, **{f"{option}_str": "@".join(parts)})
     if expected:
-        assert list(choose(hosts, **{option: "@".join(parts)}).items()) == list(expected.items())
+        assert list(select_hosts(hosts, **{option: "@".join(parts)}).items()) == list(expected.items())
     else:
-        refused(choose, hosts, **{option: "@".join(parts)})
+        refused(select_hosts, hosts, **{option: "@".join(parts)})
 
 
 @given(hostfiles, st.data())
 def test_counts(slots, data):
     nodes = data.draw(st.integers(1, len(slots)))
     gpus = data.draw(st.integers(1, min(list(slots.values())[:nodes])))
-    chosen = choose(devices(slots), num_nodes=nodes, num_gpus=gpus)
+    chosen = select_hosts(devices(slots), num_nodes=nodes, num_gpus=gpus)
     assert list(chosen.items()) == [(host, list(range(gpus))) for host in list(slots)[:nodes]]
 
 

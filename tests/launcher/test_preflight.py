@@ -6,7 +6,7 @@ import pytest
 
 from jzero import ConfigError
 from jzero.launcher import agent, options
-from jzero.launcher.connecting import SAME, Connecting, faults, table
+from jzero.launcher.connecting import SAME, Connecting, faults, host_table
 from jzero.launcher.job import make_job
 from jzero.launcher.machine_check import weak_points
 from jzero.launcher.runner import Runner
@@ -89,13 +89,13 @@ def test_all_at_once():
 def test_nobody_is_heard():
     hellos = {"a": {"error": "x"}, "b": {"error": "y"}}
     assert faults(hellos, wanted(hellos)) == {"a": ["x"], "b": ["y"]}
-    assert cells(table(hellos, faults(hellos, wanted(hellos)))) == [
+    assert cells(host_table(hellos, faults(hellos, wanted(hellos)))) == [
         ["host", "GPUs", "faults"], ["a", "", "x"], ["b", "", "y"]
     ]  # fmt: skip
 
 
 def test_table():
-    header, *rows = cells(table(ALL, faults(ALL, wanted(ALL))))
+    header, *rows = cells(host_table(ALL, faults(ALL, wanted(ALL))))
     assert header == ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"]
     versions = ["3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8"]
     assert rows[:3] == [

@@ -41,7 +41,7 @@ def test_no_slow_device_among_equal_ones():
 
 
 def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
-    monkeypatch.setattr(stragglers, "products", lambda devices: {str(d.id): 2.0 + (d.id == 3) for d in devices})
+    monkeypatch.setattr(stragglers, "time_matmuls", lambda devices: {str(d.id): 2.0 + (d.id == 3) for d in devices})
     made = build(more={"straggler_check": {"every": 2}})[0]
     for seed in range(5):
         made.train_batch(rows(seed))
@@ -53,7 +53,7 @@ def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
 
 def test_a_run_that_goes_back_measures_again(monkeypatch):
     """As after a step that is not finite, and stopped the run."""
-    monkeypatch.setattr(stragglers, "products", lambda devices: {})
+    monkeypatch.setattr(stragglers, "time_matmuls", lambda devices: {})
     made = build(more={"straggler_check": {"every": 2}})[0]
     check = made._checks._stragglers
     for number in (1, 2, 2, 3, 4):

@@ -258,7 +258,7 @@ def chosen(f, kind, *shapes, dtype=jnp.bfloat16):
     args = [jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.int32) for shape in shapes]
     (eqn,) = [e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name.startswith("ragged_dot")]
     avals = [v.aval for v in eqn.invars]
-    kernel = grouped_product.choose(avals, eqn.outvars[0].aval, eqn.params, Device(kind))
+    kernel = grouped_product.choose_kernel(avals, eqn.outvars[0].aval, eqn.params, Device(kind))
     return kernel and kernel.func.__module__.rpartition("_")[2]
 
 

@@ -14,7 +14,7 @@ from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero.planner.traced_collectives import TracedCollective
-from jzero.values.sizes import size_text
+from jzero.values.byte_sizes import size_text
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler]
 

@@ -18,9 +18,9 @@ from jzero.planner import search as search_module
 from jzero.planner.candidates import Bounds, SearchSpace, Task, is_open, merged, value_at
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import GPUS, Cluster
-from jzero.planner.plan import prepare
+from jzero.planner.plan import lower_step
 from jzero.planner.rates import Rates
-from jzero.planner.search import search, smallest
+from jzero.planner.search import search_configs, smallest
 
 RAW = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
 CHANGES = ("num_layers=4", "d_model=384", "d_ff=768")
@@ -170,7 +170,9 @@ def test_what_decides_the_program_is_in_the_key(monkeypatch):
     model, shapes = task().named
 
     def key(**config):
-        prepared = prepare(model, RAW | {"train_micro_batch_size_per_gpu": 8} | config, shapes, Cluster("h200", 1, 2))
+        prepared = lower_step(
+            model, RAW | {"train_micro_batch_size_per_gpu": 8} | config, shapes, Cluster("h200", 1, 2)
+        )
         return estimates._cached(prepared, Rates.of("h200"))
 
     plain = key()
@@ -196,9 +198,9 @@ class TestSearch:
         compiled.clear()
         if not fitting:
             with pytest.raises(ConfigError, match="the smallest needs"):
-                search(task()).best  # noqa: B018
+                search_configs(task()).best  # noqa: B018
             return
-        found = search(task())
+        found = search_configs(task())
         assert found.best.step_s == pytest.approx(min(o.step_s for o in fitting), rel=0.01)
         assert len(compiled) == len(set(compiled)) < len(everything) / 3
         assert sum(found.dropped.values()) > 0
@@ -212,7 +214,7 @@ class TestSearch:
         least = min(map(shared.memory, there))
         pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].room(1).most / least)
         monkeypatch.setattr(search_module, "Pool", pool)
-        best = search(task(each=1)).best
+        best = search_configs(task(each=1)).best
         assert best.choice[keys.OFFLOAD_OPTIMIZER] == "cpu"
         assert best.choice[keys.STAGE] == 1
 
@@ -222,7 +224,7 @@ class TestSearch:
         pool, outcome, _ = machine(lambda _: shared, 12 * 2**30)
         monkeypatch.setattr(search_module, "Pool", pool)
         everything = [outcome(task(), choice) for choice in SearchSpace(RAW, Cluster("h200", 1, 2), 4).choices()]
-        frontier = search(task(), every=True).frontier
+        frontier = search_configs(task(), every=True).frontier
         assert len(frontier) > 1
         for one in frontier:
             assert not any(o.step_s < 0.999 * one.step_s and o.peak_bytes < 0.999 * one.peak_bytes for o in everything)
@@ -230,7 +232,7 @@ class TestSearch:
     def test_no_time(self, monkeypatch):
         pool, *_ = machine(lambda _: None, 0)
         monkeypatch.setattr(search_module, "Pool", pool)
-        found = search(task(), minutes=0)
+        found = search_configs(task(), minutes=0)
         assert found.dropped == {search_module.LATE: len(list(SearchSpace(RAW, Cluster("h200", 1, 2), 4).choices()))}
         with pytest.raises(ConfigError, match="no time left"):
             found.best  # noqa: B018

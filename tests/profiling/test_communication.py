@@ -8,7 +8,7 @@ from helpers.engines import ACCUM, FEATURES, REPLICAS, build, rows
 
 import jzero
 from jzero.planner.collectives import Collective, Collectives
-from jzero.profiling.communication import communication, times
+from jzero.profiling.communication import collective_times, communication
 from jzero.profiling.device_times import Kernel
 
 
@@ -58,7 +58,7 @@ def test_bandwidth_is_that_of_nccl_tests():
         kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", 5, 6), kernel("gemm", 0, 100),
         kernel("ncclDevKernel_SendRecv(x)", 7, 9, "collective-permute-start.1"), kernel("x", 10, 11, "all_reduce.3"),
     ]  # fmt: skip
-    assert times(kernels) == {"all-gather": 3, "reduce-scatter": 1, "all-reduce": 1, "collective-permute": 2}
+    assert collective_times(kernels) == {"all-gather": 3, "reduce-scatter": 1, "all-reduce": 1, "collective-permute": 2}
     big = Collectives(tuple(row(r.kind, r.bytes * 10**6, r.group_size, loops=r.loops) for r in FOUND))
     wait = "(the time contains the wait for the slowest device)"
     assert communication(big, kernels=kernels).splitlines()[-4:] == [

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
-from jzero.weights.save import _part, gather
+from jzero.weights.save import _part, gather_params
 
 sys.path.append(str(Path(__file__).parents[1] / "launcher"))
 from jobs import Command
@@ -71,7 +71,7 @@ def test_a_layer_at_a_time_is_gathered(monkeypatch):
     made = engine(stage=3, pipe=2, zero=2)
     leaves = [jax.tree.leaves(tree) for tree in (made.step_fn.layouts, made.state.params)]
     params = {layout.name: (layout, x) for layout, x in zip(*leaves, strict=True)}
-    shapes = [x.shape for _, _, x in gather(params, made.mesh, np.dtype("float32"))]
+    shapes = [x.shape for _, _, x in gather_params(params, made.mesh, np.dtype("float32"))]
     assert shapes.count((1, 32, 2, 48)) == 4
     gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.layouts) if leaf.name == "stack/mlp/gate_up/kernel")
     part = _part(gate_up, made.mesh, np.dtype("float32"))
@@ -110,7 +110,7 @@ import jzero
 jzero.init_distributed()
 from llamas import GROUPED, TOKENS, model
 from jzero import weights
-from jzero.weights.save import _part, gather
+from jzero.weights.save import _part, gather_params
 
 config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3}}}},
           "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}}}}

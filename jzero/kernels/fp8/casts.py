@@ -51,7 +51,7 @@ def _plain(f: Callable, dtype: DTypeLike, with_amax: bool, *operands: jax.Array)
 def _kernel(operands: Shapes, results: Shapes, device: Device, f: Callable) -> Callable | None:
     """Choose a kernel; None: XLA's program."""
     *xs, _ = operands
-    if not has_triton(device) or not supports([x.shape for x in xs], results[0].shape):
+    if not has_triton(device) or not supports_cast([x.shape for x in xs], results[0].shape):
         return None
     return partial(tiled_cast_pair, f, dtype=results[0].dtype, with_amax=len(results) == 3)
 
@@ -64,7 +64,7 @@ _primitive = function_primitive("fp8_cast_pair", _kernel)
 ROWS, COLUMNS = 32, 128
 
 
-def supports(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> bool:
+def supports_cast(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> bool:
     """Return whether the kernel takes arrays [m, p, n], and returns [m, q n]."""
     m, _, n = shapes[0]
     return fit([*shapes, (m, out[1] // n, n)], ROWS, COLUMNS)

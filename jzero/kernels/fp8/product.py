@@ -5,7 +5,7 @@
     dw = x^T g   x e4m3,      g e5m2 *        * e4m3 with `fp8.format` "e4m3"
 
 The backward pass keeps the activation in fp8: one byte per element instead of two. Activations and gradients are scaled
-by their own maximum on each device, so no collective is added; or by those of former steps (`kernels.fp8.history`).
+by their own maximum on each device, so no collective is added; or by those of former steps (`delayed_scaling`).
 
 Hopper's tensor cores read both factors of an fp8 product along the contracted dimension, so each of the three products
 has the form [M, K] [N, K]^T, and x and g are needed transposed too.
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from jzero._compat import function_primitive
 from jzero.kernels.fp8.casts import amax_of, cast_pair, identity
-from jzero.kernels.fp8.history import counts
+from jzero.kernels.fp8.delayed_scaling import exponent_one_hot
 from jzero.kernels.fp8.quantized import E4M3, Delayed, Quantized, cast8, finite_or_nan, scale_of
 from jzero.kernels.fusion.chains import MatmulForm
 from jzero.kernels.fusion.elementwise import Elementwise, Pullback
@@ -42,7 +42,7 @@ FAST, EXACT = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
 
 
-def dot_general(x: jax.Array, w: Quantized, form: MatmulForm, dtype: DTypeLike, casts: Casts) -> jax.Array:
+def fp8_dot_general(x: jax.Array, w: Quantized, form: MatmulForm, dtype: DTypeLike, casts: Casts) -> jax.Array:
     """Compute a `dot_general` of an activation and a weight in fp8; the result has this dtype.
 
     Args:
@@ -84,7 +84,7 @@ class GradientLink(NamedTuple):
     known: jax.Array | None
 
 
-def mapped_dot_general(
+def mapped_fp8_dot_general(
     f: Elementwise, xs: Sequence[jax.Array], links: Sequence[GradientLink], w: Quantized, dtype: DTypeLike
 ) -> jax.Array:
     """Compute `dot_general(f(parts of xs), w)` for [M, P, K] and a weight [K, ...] in fp8.
@@ -102,7 +102,7 @@ def mapped_dot_general(
 def linked_dot_general(
     x: jax.Array, w: Quantized, form: MatmulForm, dtype: DTypeLike, casts: Casts, linked: bool = True
 ) -> tuple[jax.Array, Any]:
-    """Compute `dot_general`; the gradient of its result must come through the link."""
+    """Compute `fp8_dot_general`; the gradient of its result must come through the link."""
     n = len(form.contracted)
     kept = w.shape[n:] if form.leading else w.shape[:-n]
     size = prod(x.shape[d] for d in form.contracted)
@@ -197,7 +197,7 @@ def _backward_products(how: _How, kept: tuple, g: Cast) -> tuple[jax.Array, jax.
 def _seen(kept: tuple, g: Cast) -> Delayed | None:
     """Return the "gradient" of a `Delayed`: how large the activations and the gradients were."""
     x = kept[0]
-    return None if x.amax is None else Delayed(jnp.zeros(2), seen=counts(jnp.stack([x.amax, g.amax])))
+    return None if x.amax is None else Delayed(jnp.zeros(2), seen=exponent_one_hot(jnp.stack([x.amax, g.amax])))
 
 
 _product.defvjp(_forward, _backward)

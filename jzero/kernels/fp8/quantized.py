@@ -2,7 +2,7 @@
 
 Scales are powers of two: the products by them are exact, so the only error is the rounding to fp8, and two devices that
 scale parts of an array differently agree on all but the smallest elements. The current maximum decides the scale, or
-with the recipe "delayed" the maxima of former steps (`jzero.kernels.fp8.history`).
+with the recipe "delayed" the maxima of former steps (`jzero.kernels.fp8.delayed_scaling`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BIAS, _MANTISSA = 127, 23  # of float32: what is added to exponents, and the bit
 
 
 class Delayed(NamedTuple):
-    """Scales that former steps decided, see `jzero.kernels.fp8.history`.
+    """Scales that former steps decided, see `jzero.kernels.fp8.delayed_scaling`.
 
     Attributes:
       scales: float32 [2], of the activations that a weight is multiplied with, and of the gradients of the product.

@@ -55,7 +55,7 @@ def _plain(f: Callable, parts: tuple[int, ...], *xs: jax.Array) -> list[jax.Arra
 
 def _kernel(operands: Shapes, results: Shapes, device: Device, f: Callable) -> Callable | None:
     """Choose a kernel; None: XLA's program."""
-    if not has_triton(device) or not supports([x.shape for x in (*operands, *results)]):
+    if not has_triton(device) or not supports_elementwise([x.shape for x in (*operands, *results)]):
         return None
     return partial(tiled_map_parts, f, parts=[y.shape[1] for y in results])
 
@@ -68,7 +68,7 @@ TILE, COLUMNS = 1024, 512  # elements of a part, at most as many columns
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
 
-def supports(shapes: Sequence[tuple[int, ...]]) -> bool:
+def supports_elementwise(shapes: Sequence[tuple[int, ...]]) -> bool:
     """Return whether the kernel takes and returns arrays [m, p, n]."""
     rows, columns = _tile(shapes[0][2])
     return columns >= 128 and fit(shapes, rows, columns)

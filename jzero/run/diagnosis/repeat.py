@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.distributed.host_collectives import Guard
-from jzero.kernels.fp8.history import Histories
+from jzero.kernels.fp8.delayed_scaling import Histories
 from jzero.layout.sharding import ParamLayout, specs, trainable
 from jzero.loss import LOSS, nonzero, read_loss
 from jzero.mesh import batch_parts, batch_spec

@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import checkpoint
 from jzero.errors import CheckpointError, ConfigError, escaped, in_a_line, some_of
-from jzero.kernels.fp8 import history
+from jzero.kernels.fp8 import delayed_scaling
 from jzero.mesh import make_mesh
 from jzero.run.diagnosis.finding import Finding
+from jzero.run.diagnosis.non_finite_search import find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
-from jzero.run.diagnosis.search import search
 from jzero.step.programs import StepInput
 from jzero.step.setup import Setup
 from jzero.step.state import TrainState
@@ -48,7 +48,7 @@ Repeat its micro-batch {micro_batch} on one device, a CPU too:
 """
 
 
-def save(output_path: str, repeat: Repeat, found: Finding, samples: Any) -> str:
+def save_replay(output_path: str, repeat: Repeat, found: Finding, samples: Any) -> str:
     """Save what a replay needs as output_path/step{N}, and describe it in a line. All processes call it."""
     state, fed = repeat.state, repeat.fed
     numbers = repeat.numbers(found.micro_batch)
@@ -131,11 +131,11 @@ def _repeat(
     key = leaves["key"] if replicas == 1 else jax.random.fold_in(leaves["key"], replica)
     scale = leaves["scale"] / notes["of"] / (replicas if alone else 1)  # of the mean over the replicas
     scaling = replace(setup.precision.scaler.init(1), scale=scale)
-    histories = {name: leaves[f"{history.LEAVES}{name}"] for name in setup.histories}
+    histories = {name: leaves[f"{delayed_scaling.LEAVES}{name}"] for name in setup.histories}
     state = TrainState(jnp.zeros((), jnp.int32), params, (), scaling, key, histories)
     fed = StepInput((batch,), _rebuild(notes["extra"], "extra", leaves))
     found = Finding(notes["step"], float(notes["loss"]), of=notes["of"])
-    found = search(Repeat(setup, state, fed, key), found, first=notes["micro_batch"])
+    found = find_non_finite(Repeat(setup, state, fed, key), found, first=notes["micro_batch"])
     numbers = {"rows": notes["numbers"][rows], "samples": notes["samples"][rows]}
     return replace(found, replicas=(replica,) if found.direction and alone else ()).located(**numbers)
 

@@ -78,13 +78,13 @@ class Spikes:
             effect = ", the step changed nothing" if self._skips else ""
             self._stream.emit(Noticed(step.number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}"))
         if len(self._values[0]) >= max(LEAST, self._window // 2):
-            self._limits = np.array([limit(values, self._threshold) for values in self._values], np.float32)
+            self._limits = np.array([spike_threshold(values, self._threshold) for values in self._values], np.float32)
 
 
-def limit(values: Sequence[float], threshold: float) -> float:
+def spike_threshold(values: Sequence[float], threshold: float) -> float:
     """Compute the largest value that is no spike after these.
 
-    >>> limit([1.0, 2.0, 3.0, 4.0, 100.0], 6.0)
+    >>> spike_threshold([1.0, 2.0, 3.0, 4.0, 100.0], 6.0)
     11.8956
     """
     median = float(np.median(values))

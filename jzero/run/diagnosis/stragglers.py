@@ -63,7 +63,7 @@ class Stragglers:
         if self._mark is not None and number % self._every == 0:
             since, before = self._mark
             parts = {part: 1000 * (now[part] - before[part]) / (number - since) for part in STEP}
-            mine = Report(socket.gethostname(), parts, products(self._mesh.local_devices))
+            mine = Report(socket.gethostname(), parts, time_matmuls(self._mesh.local_devices))
             reports = [Report(*json.loads(text)) for text in agree("stragglers", json.dumps(mine))]
             for text in late(reports) + slow(reports):
                 self._stream.emit(Noticed(number, STRAGGLER, text))
@@ -110,7 +110,7 @@ def slow(reports: Sequence[Report]) -> list[str]:
     return [f"{STRAGGLER}: {some_of(listed)}, the median of {len(times)} devices in {usual:.2f}"] if listed else []
 
 
-def products(devices: Sequence[jax.Device]) -> dict[str, float]:
+def time_matmuls(devices: Sequence[jax.Device]) -> dict[str, float]:
     """Time the same chain of products on each GPU, one after the other: {id of the device: ms}.
 
     Empty on CPUs, whose devices share the cores, and without room for the arrays. The step that still runs comes first,

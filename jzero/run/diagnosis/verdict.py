@@ -69,7 +69,7 @@ COMPUTES = Bound("compute-bound", "the devices computed", (
 ))  # fmt: skip
 
 
-def verdict(
+def name_bottleneck(
     seconds: Mapping[str, float], config: Config, devices: int, profiled: DeviceTimes | None = None
 ) -> list[str]:
     """Name what bound a run, in a line, and the settings to try, in another.
@@ -82,7 +82,8 @@ def verdict(
     Returns:
       The lines; none for less than a minute of steps.
 
-    >>> for line in verdict({"data": 40.0, "device": 55.0, "host": 5.0}, Config.load({"train_batch_size": 8}), 8):
+    >>> config = Config.load({"train_batch_size": 8})
+    >>> for line in name_bottleneck({"data": 40.0, "device": 55.0, "host": 5.0}, config, 8):
     ...     print(line[:75])
     data-bound: the devices waited for data, 40% of the time of the steps
     try training_data in jzero.initialize, which a thread reads ahead, instead

@@ -25,10 +25,10 @@ from jzero.ledger.read import Step, rows_of
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
 from jzero.run.clock import Clock
-from jzero.run.diagnosis import replay
 from jzero.run.diagnosis.finding import Finding
+from jzero.run.diagnosis.non_finite_search import find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
-from jzero.run.diagnosis.search import search
+from jzero.run.diagnosis.replay import save_replay
 from jzero.step.programs import Details
 from jzero.step.state import TrainState
 from jzero.step.train_step import Metrics, TrainStep
@@ -156,7 +156,7 @@ class Watch:
         problem = None
         try:
             repeat = Repeat(self._step.setup, run.state, fed)
-            found = search(repeat, replace(found, of=repeat.accum))
+            found = find_non_finite(repeat, replace(found, of=repeat.accum))
             samples = _samples(run.training_dataloader, step, repeat.accum)
             numbers = repeat.numbers(found.micro_batch)
             found = found.located(numbers, [] if samples is None else [int(samples[n]) for n in numbers])
@@ -165,7 +165,7 @@ class Watch:
         if problem := _of_any(problem):
             return f"{found}\n  the search failed: {problem}"
         try:
-            return f"{found}\n  {replay.save(self._section.output_path, repeat, found, samples)}"
+            return f"{found}\n  {save_replay(self._section.output_path, repeat, found, samples)}"
         except Exception as error:
             return f"{found}\n  nothing is saved for a replay: {in_a_line(error)}"
 

@@ -66,7 +66,7 @@ def _product(group: ModelGroup, eqn: Equation, a: ShardedArray, b: ShardedArray)
         w, x = (a, b)[weight], (a, b)[1 - weight]
         form = form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
         if form and not x.weight and x.x.dtype == w.x.dtype:
-            return [product.dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, group.casts(x))]
+            return [product.fp8_dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, group.casts(x))]
     return bind(eqn, [dequantized(v).x for v in (a, b)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero.run.diagnosis.replicas import Replicas
+from jzero.run.diagnosis.replica_check import Replicas
 from jzero.run.diagnosis.spikes import Spikes
 from jzero.run.diagnosis.stragglers import Stragglers
 from jzero.run.diagnosis.watch import Stream, Watch, WatchedRun

@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 from jzero.errors import escaped
 
 
-def table(
+def text_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str], *, plain: bool = False
 ) -> str:
     """Draw a table; the columns `left` are aligned to the left, numbers to the right. `plain`: also on a terminal.
 
-    >>> print(table("two", ["name", "FLOPs"], [["fc1", "1.2 G"], ["  bias", "3 k"]], left=["name"]))
+    >>> print(text_table("two", ["name", "FLOPs"], [["fc1", "1.2 G"], ["  bias", "3 k"]], left=["name"]))
     two
     name    FLOPs
     fc1     1.2 G

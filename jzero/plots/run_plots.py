@@ -10,10 +10,10 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 
-from jzero.display.page import document, image, styled, table
+from jzero.display.page import document, html_table, image, styled
 from jzero.errors import ConfigError
 from jzero.ledger.goodput import LOSSES, duration
-from jzero.plots.figures import AXES, GOODPUT, draw, names
+from jzero.plots.figures import AXES, GOODPUT, draw_curve, names
 from jzero.plots.history import History, read_all
 
 DPI = 150
@@ -45,7 +45,7 @@ class Plots:
     def images(self) -> dict[str, bytes]:
         files = {name: io.BytesIO() for name in self._names}
         for name, file in files.items():
-            draw(self.histories, name, self._x, self._smooth).savefig(file, format="png", dpi=DPI)
+            draw_curve(self.histories, name, self._x, self._smooth).savefig(file, format="png", dpi=DPI)
         return {name: file.getvalue() for name, file in files.items()}
 
     def write(self, out: str | os.PathLike) -> list[Path]:
@@ -84,7 +84,7 @@ def read(*runs: str | os.PathLike, metrics: Sequence[str] = (), x: str = "step",
 def contents(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:
     """Yield the parts of the page."""
     yield f"<h1>{escape(', '.join(history.name for history in histories))}</h1>"
-    yield table(
+    yield html_table(
         ("run", "steps", "samples", "loss", "speed", "goodput", "wall time", "restarts", "devices"),
         [_row(history) for history in histories],
     )
@@ -139,4 +139,4 @@ def _losses(histories: Sequence[History]) -> Iterator[str]:
     rows += [
         [line, *(duration(found.lost.get(line, 0.0)) for _, found in with_goodput), LOSSES[line]] for line in lines
     ]
-    yield table(("", *(name for name, _ in with_goodput), WORDS), rows, "words")
+    yield html_table(("", *(name for name, _ in with_goodput), WORDS), rows, "words")

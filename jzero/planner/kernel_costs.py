@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jzero.planner.hlo import Array, Computation, HloModule, Instruction, UnreadableProgram, returned
+from jzero.planner.hlo import Array, Computation, HloModule, Instruction, UnreadableProgram, root_instructions
 from jzero.planner.products import occupied
 from jzero.planner.rates import Rates, Table, at_most
 
@@ -310,7 +310,7 @@ def of_fusion(op: Instruction, inner: Computation) -> Traffic:
         for name in i.operands:
             users.setdefault(name, []).append(i)
     reads = [(i, _read(i.name, inner, users)) for i in inner.values() if i.opcode == "parameter"]
-    made = returned(inner)
+    made = root_instructions(inner)
     writes = [(i, _written(i, inner)) for i in made]
     outside = op.arrays if op.opcode == "fusion" and len(op.arrays) == len(made) else [None] * len(made)
     hosted = [i.on_host or bool(whole and whole.on_host) for i, whole in zip(made, outside, strict=True)]

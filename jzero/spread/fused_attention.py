@@ -86,7 +86,7 @@ class AttentionDivision(NamedTuple):
 
 
 @rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
-def attention(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
+def cudnn_attention(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
     if _has_dropout(group, eqn):
         return replicated(group, eqn, values)
     form = _form(group, eqn, values)

@@ -14,7 +14,7 @@ from jzero.run.diagnosis.repeat import Repeat
 from jzero.tree import PyTree
 
 
-def search(repeat: Repeat, found: Finding, first: int = 0) -> Finding:
+def find_non_finite(repeat: Repeat, found: Finding, first: int = 0) -> Finding:
     """Repeat a step in parts, and find where it is not finite. All processes call it.
 
     Args:

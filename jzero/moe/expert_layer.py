@@ -19,7 +19,7 @@ from jzero.errors import ConfigError
 from jzero.kernels.grouped_product import grouped_dot
 from jzero.mesh import EXPERT
 from jzero.moe.routing import Routing, bad_call
-from jzero.moe.rows import by_expert, by_slot, combine, dispatch, exchange
+from jzero.moe.rows import by_expert, by_slot, combine_experts, dispatch, exchange
 from jzero.spread.rules import Operation
 from jzero.spread.sharded_array import Axes, ModelGroup, ShardedArray
 
@@ -122,7 +122,7 @@ def mixed(
         if axes:
             y = lax.all_to_all(y, axes, split_axis=1, concat_axis=0, tiled=True)
         y = y.reshape(count * size, -1)
-    return combine(y, weights, plan).reshape(tokens.x.shape)
+    return combine_experts(y, weights, plan).reshape(tokens.x.shape)
 
 
 def _row_of_slot(tokens: Tokens[jax.Array], capacity: int) -> jax.Array:

@@ -41,9 +41,9 @@ own largest element; 0: not seen."""
 LEAVES = "fp8/"  # how the names of their leaves in a state begin
 
 
-def start(weight: jax.Array, steps: int) -> jax.Array:
+def initial_history(weight: jax.Array, steps: int) -> jax.Array:
     """Begin the history of a weight [L, ...]."""
-    own = bound(counts(jax.vmap(amax)(weight)))
+    own = bound(exponent_one_hot(jax.vmap(amax)(weight)))
     return jnp.zeros((weight.shape[0], 3, steps), jnp.float32).at[:, 2, 0].set(own)
 
 
@@ -91,7 +91,7 @@ def split_gradients(gradients: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]
     def seen(g: PyTree, w: PyTree) -> jax.Array | None:
         if not isinstance(g, GradientSlots):
             return None
-        return jnp.concatenate([g.seen, counts(w.delayed.weight)[..., None, :]], axis=-2)
+        return jnp.concatenate([g.seen, exponent_one_hot(w.delayed.weight)[..., None, :]], axis=-2)
 
     def is_leaf(g: PyTree) -> bool:
         return g is None or isinstance(g, GradientSlots)
@@ -124,7 +124,7 @@ def zero_counts() -> jax.Array:
     return jnp.zeros((2, EXPONENTS), jnp.float32)
 
 
-def counts(largest: jax.Array) -> jax.Array:
+def exponent_one_hot(largest: jax.Array) -> jax.Array:
     """Return a one at the place of each number's exponent: float32 [...] -> float32 [..., EXPONENTS]."""
     return jax.nn.one_hot(exponent_of(largest), EXPONENTS)
 
@@ -132,7 +132,7 @@ def counts(largest: jax.Array) -> jax.Array:
 def bound(counts: jax.Array) -> jax.Array:
     """Return the power of two above the largest number that was counted; 0 without one, or with zeros alone.
 
-    >>> float(bound(counts(jnp.float32(7.0)) + counts(jnp.float32(3.0))))
+    >>> float(bound(exponent_one_hot(jnp.float32(7.0)) + exponent_one_hot(jnp.float32(3.0))))
     8.0
     """
     last = jnp.max(jnp.where(counts > 0, jnp.arange(EXPONENTS), 0), axis=-1)
