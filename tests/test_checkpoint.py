@@ -115,6 +115,15 @@ def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
     assert {p.name for p in tmp_path.glob("[!.]*")} == {"global_step2", "global_step3", "latest"}
 
 
+def test_what_is_kept_can_be_read(tmp_path):
+    """A checkpoint that was damaged on the disk does not count: the whole one before it stays."""
+    for step in (1, 2):
+        save(state(), tmp_path, f"global_step{step}").wait()
+    (tmp_path / "global_step2" / "notes.json").write_text("{}")
+    save(state(), tmp_path, "global_step3", max_to_keep=2).wait()
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"global_step1", "global_step3", "latest"}
+
+
 def test_a_link_is_never_removed(tmp_path):
     save(state(), tmp_path / "other", "global_step1").wait()
     (tmp_path / "runs").mkdir()

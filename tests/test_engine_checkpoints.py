@@ -47,8 +47,10 @@ def test_checkpoint_mistakes(tmp_path):
         e.load_checkpoint(tmp_path)
     with pytest.raises(jzero.ConfigError, match="does not exist"):
         e.load_checkpoint(tmp_path, tag="no")
+    e.client_state = {"best": 1}
     with pytest.raises(jzero.ConfigError, match="client_state is not JSON"):
         e.save_checkpoint(tmp_path, client_state={"x": object()})
+    assert e.client_state == {"best": 1}  # which a save on SIGTERM writes
     e.backward(e(parts(0)[0]))
     for call in (lambda: e.save_checkpoint(tmp_path), lambda: e.load_checkpoint(tmp_path)):
         with pytest.raises(jzero.ConfigError, match="1 micro-batches wait for step"):

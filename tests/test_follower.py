@@ -110,6 +110,21 @@ raise ValueError("bad luck")
 """
 
 
+@pytest.mark.parametrize(("processes", "found"), [(1, [4.0]), (2, [])])
+def test_only_a_peer_may_keep_the_last_step_for_ever(processes, found, monkeypatch):
+    """Alone, its end comes, however long it takes; a display and a ledger without it would miss it."""
+    monkeypatch.setattr(follower_module, "LAST", 0.1)
+    monkeypatch.setattr(follower_module.jax, "process_count", lambda: processes)
+    waiter, seen, last = ResultWaiter(), [], Waits(4.0)
+    waiter.give(last, lambda values, end: seen.append(float(values)))
+    timer = threading.Timer(1.0, last.there.set)
+    timer.start()
+    waiter.settle()
+    assert seen == found
+    timer.join()
+    waiter.close()
+
+
 def test_a_program_that_fails_waits_for_the_thread():
     """Python would stop the thread inside of JAX, and abort."""
     done = subprocess.run([sys.executable, "-c", AFTER_AN_EXCEPTION], capture_output=True, text=True, check=False)

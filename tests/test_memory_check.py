@@ -9,6 +9,7 @@ import pytest
 
 import jzero
 from jzero.errors import OutOfMemoryError
+from jzero.planner import advice
 from jzero.planner.advice import Near, nearest, ways
 from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
@@ -187,6 +188,15 @@ def test_copies_become_shards_first(passed):
     fits = peak(merged(config, sharded))
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
     assert nearest(step, batch, peak_of(step), fits)[0] == Near(sharded, fits)
+
+
+def test_more_of_what_is_enough_is_left_out(monkeypatch):
+    """A micro-batch of 4 fits, so one of 2 tells nothing."""
+    half, quarter = (dict(zip((advice.MICRO, advice.ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
+    full = {"activation_checkpointing.policy": "full"}
+    monkeypatch.setattr(advice, "ways", lambda step: iter([half, quarter, full]))
+    step = jzero.make_train_step(model(), CONFIG, mesh=mesh())
+    assert [near.changes for near in nearest(step, BATCH, 2**40, 2**40)] == [half, full]
 
 
 def test_without_a_stage_copies_become_shards_of_one():

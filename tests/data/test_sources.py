@@ -69,6 +69,13 @@ def test_too_few_samples(kind):
     assert numbers(DataLoader(data(kind, 3), Sizes(2, 2, 2), shuffle=False)) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
+def test_a_batch_may_repeat_one_sample():
+    """As a benchmark does; a batch that no memory holds is an error before it is allocated."""
+    assert numbers(DataLoader(data("arrays", 1), Sizes(4096, 1, 1))) == [0] * 4096
+    with pytest.raises(jzero.ConfigError, match=r"1 samples, which one batch would repeat .*; use at most 1048576"):
+        DataLoader(data("arrays", 1), Sizes(2**21, 1, 1))
+
+
 def test_hugging_face_columns():
     datasets = pytest.importorskip("datasets")
     mixed = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]})

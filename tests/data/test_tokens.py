@@ -2,14 +2,15 @@
 
 import json
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 import jzero
 from experiments.tokenizers import Bytes, train_bpe
-from jzero.data import Packed, TokenFile, write_tokens
+from jzero.data import Packed, TokenFile, tokens, write_tokens
 from jzero.data.sources import Source
 
 END = "<|endoftext|>"
@@ -54,6 +55,14 @@ def test_round_trip(kind, tmp_path):
     if kind == "tokenizers":  # the caller's is as it was
         assert (made.truncation["max_length"], made.padding["length"]) == (8, 50)
         assert made.encode(END).ids[:3] == [end, end, end]
+
+
+def test_a_file_is_whole_without_asserts(tmp_path):
+    """As under `python -O`, which left the header of an empty file."""
+    optimized, source = ModuleType("optimized"), Path(tokens.__file__)
+    exec(compile(source.read_text(), source, "exec", optimize=1), vars(optimized))
+    optimized.write_tokens(["a", "bc"], tmp_path / "tokens.npy", Bytes())
+    assert np.load(tmp_path / "tokens.npy").tolist() == [*b"a", 256, *b"bc", 256]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "dataset", "stream", "column"])

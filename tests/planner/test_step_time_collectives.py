@@ -44,6 +44,22 @@ def test_a_wrapped_collective_is_asynchronous():
     assert t.exposed_s == pytest.approx(0, abs=1e-12)
 
 
+def test_the_done_of_an_update_waits_for_the_collective():
+    """Two products as long as a collective: one before the done hides a half of it, one after it nothing."""
+    wrapped = f"""%wrapped (q: bf16[2000,1000]) -> bf16[1000,1000] {{
+  %q = bf16[2000,1000] parameter(0)
+  ROOT %rs = {X} reduce-scatter(%q), replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, to_apply=%add
+}}
+"""
+    pair = "((bf16[2000,1000]), bf16[1000,1000])"
+    given = "%g = bf16[2000,1000] parameter(3)"
+    start = f"%s = {pair} async-start(%g), calls=%wrapped", f"%u = {pair} async-update(%s), calls=%wrapped"
+    lines = given, *start, f"%p = {MATMUL}", f"%d = {X} async-done(%u), calls=%wrapped", f"%r = {MATMUL}"
+    t = step_time(program(*lines, others=wrapped), RATES)
+    assert t.step_s == pytest.approx(3 * PRODUCT_S)  # 2 MB at 50 GB/s take as long as two products
+    assert t.exposed_s == pytest.approx(PRODUCT_S)
+
+
 def test_collectives_wait_for_each_other():
     """Both are on one stream, so the second ends after the sum of their times."""
     second = gather(name="t"), "%e = bf16[4000,1000]{1,0} all-gather-done(%t)"
