@@ -160,7 +160,7 @@ def test_a_budget_in_tokens_of_a_batch_without_any(jzero_plan, tmp_path, monkeyp
         "    def loss(self, params, batch, rng): return jnp.mean(batch['x'] @ params['w'])\n"
         "def make(): return Model(), lambda rows: {'x': jax.ShapeDtypeStruct((rows, 4), jnp.float32)}\n"
     )
-    monkeypatch.setattr(plan_command, "prepare", lambda *_, **__: pytest.fail("compiled before it was refused"))
+    monkeypatch.setattr(plan_command, "lower_step", lambda *_, **__: pytest.fail("compiled before it was refused"))
     code, _, said = jzero_plan("--model mine_of_images:make --gpus_per_node 1 --tokens 1e9")
     assert (code, said.count("\n")) == (2, 1)
     assert "--tokens: the batch of mine_of_images:make has no tokens" in said
