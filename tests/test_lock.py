@@ -218,7 +218,7 @@ for n in itertools.count():
             jzero.checkpoint.save({"x": jnp.ones(9)}, tmp_path / "runs", "global_step1000", max_to_keep=1)
         assert time.monotonic() - begin < lock.STALE
         with pytest.raises(jzero.ConfigError, match="is in use by"):
-            jzero.initialize(model=None, config={}, resume=tmp_path / "runs")
+            build(LAYOUTS["one"], resume=tmp_path / "runs")
         build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / "runs")})
         assert f"a save to checkpoint.dir may be an error while {tmp_path}/runs is in use by" in capfd.readouterr().err
         complete += [first.stdout.readline().strip() for _ in range(5)]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.engines import Net, config, parts, printed, rows
+from helpers.engines import MICRO, REPLICAS, TRAIN, Net, config, parts, printed, rows
 from helpers.sampling import keep
 
 import jzero
@@ -65,7 +65,8 @@ def test_the_three_calls_and_an_iterator_report_what_train_batch_reports(capsys)
         made.append(jzero.initialize(model=Measured(), config=config(steps_per_print=1), mesh=mesh)[0])
     whole, iterated, called = made
     pieces = parts(0)
-    joined = jax.device_get(whole.step_fn.join(pieces))
+    by_replica = jax.tree.map(lambda *xs: np.stack([x.reshape(REPLICAS, MICRO, -1) for x in xs], 1), *pieces)
+    joined = {name: x.reshape(TRAIN, *pieces[0][name].shape[1:]) for name, x in by_replica.items()}
     capsys.readouterr()
     whole.train_batch(joined)
     assert f", hit {float(whole.metrics['hit']):.4g}, y " in printed(whole, capsys)
