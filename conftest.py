@@ -49,19 +49,24 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # tests shar
 
 def pytest_addoption(parser):
     parser.addoption("--matrix-part", metavar="K/N", help="of the tests marked `matrix` run numbers K, K + N, ...")
+    parser.addoption("--long-part", metavar="K/N", help="the same of the other slow tests, but those of the pages")
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/*.json anew, after a meant change"
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the cases of full matrices that are in no chosen part; CI's part follows from the commit."""
-    if part := config.getoption("--matrix-part"):
+    """Leave out long tests and cases of full matrices that are in no chosen part; CI's parts follow from the commit."""
+    matrix = [item for item in items if item.get_closest_marker("matrix")]
+    slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("matrix")]
+    long = [item for item in slow if item.path.name != "test_docs.py"]  # every code block runs in each CI
+    for option, of in (("--matrix-part", matrix), ("--long-part", long)):
+        if not (part := config.getoption(option)):
+            continue
         first, _, step = (int(n) if n.isdecimal() else -1 for n in part.partition("/"))
         if not 0 <= first < step:
-            raise pytest.UsageError(f"--matrix-part {part}: must be K/N with 0 <= K < N, as 0/6")
-        matrix = [item for item in items if item.get_closest_marker("matrix")]
-        left_out = set(matrix) - set(matrix[first::step])
+            raise pytest.UsageError(f"{option} {part}: must be K/N with 0 <= K < N, as 0/6")
+        left_out = set(of) - set(of[first::step])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
