@@ -36,7 +36,7 @@ HOST = "pinned_host"  # JAX's kind of host memory that GPUs read and write
 
 
 def on_host(x: jax.Array) -> bool:
-    """Return whether an array lies in host memory, not in its devices' own."""
+    """Return whether an array is in host memory."""
     return x.sharding.memory_kind == HOST
 
 

@@ -1,4 +1,4 @@
-"""The checks that an engine runs between its steps: each reads a step once the next one was given, so none waits."""
+"""The checks that an engine runs alongside its steps: each reads a step once the next one was given, so none waits."""
 
 from __future__ import annotations
 
