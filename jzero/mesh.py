@@ -86,16 +86,47 @@ def _by_host(device: Any) -> tuple[int, int, int]:
     return host_of(device), device.process_index, device.id
 
 
-def check_mesh(mesh: Mesh) -> None:
+def resolve_mesh(
+    config: Config, model: object, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
+) -> tuple[Config, Mesh]:
+    """Return the mesh of a run: the one passed in, else the config's; and the config with a model's own stages.
+
+    Raises:
+      ConfigError: a mesh without jzero's axes, or one that differs from the config or the model.
+    """
+    if mesh is not None:
+        _check_axes(mesh)
+    # A PipelineModule is cut already: it decides `pipe` before there is a mesh.
+    config = _with_stages(config, model, mesh)
+    mesh = make_mesh(config, devices=devices) if mesh is None else mesh
+    _check_against(config, mesh)
+    hosts()  # all processes call this function, so that one alone may ask for hosts later
+    return config, mesh
+
+
+def _check_axes(mesh: Mesh) -> None:
     """Raise a ConfigError unless `mesh` has jzero's axes: a foreign mesh would fail deep inside XLA."""
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is {mesh!r}, not a jax.sharding.Mesh: build it with jzero.make_mesh(...)")
     if mesh.axis_names != AXES:
         raise ConfigError(f"mesh axes are {mesh.axis_names}, jzero needs {AXES}: build it with jzero.make_mesh(...)")
-    hosts()  # all processes call this function, so that one alone may ask for hosts later
 
 
-def check_against(config: Config, mesh: Mesh) -> None:
+def _with_stages(config: Config, model: object, mesh: Mesh | None) -> Config:
+    """Set the config's number of stages to the one that a `PipelineModule` was made for."""
+    stages = getattr(model, "num_stages", None)
+    if stages is None:
+        return config
+    key = "pipeline.stages" if config.pipeline.stages else "mesh.pipe"
+    asked = config.pipeline.stages or (config.mesh.pipe if "pipe" in config.mesh.model_fields_set else -1)
+    if mesh is not None:
+        key, asked = "the mesh passed in: pipe", mesh.shape[PIPE]
+    if asked not in (stages, -1):
+        raise ConfigError(f"{key} = {asked}, but {model!r} has num_stages = {stages}: leave one of them out")
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
+
+
+def _check_against(config: Config, mesh: Mesh) -> None:
     """Raise a ConfigError if the config asks for another mesh than the one passed in."""
     if config.data_parallel_size not in (None, replicas(mesh)):
         raise ConfigError(

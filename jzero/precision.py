@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.errors import ConfigError
 from jzero.loss_scale import Scaler
 
 _FLOAT32 = np.dtype(np.float32)
@@ -82,7 +83,7 @@ def _scaler(fp16: Any) -> Scaler:
     )
 
 
-def settle_precision(config: Any, params: Any, device: Any) -> tuple[Any, str]:
+def settle_precision(config: Any, params: Any, device: jax.Device) -> tuple[Any, str]:
     """Decide `bf16.enabled` and `fp16.enabled` where the config has "auto".
 
     In DeepSpeed's files the Hugging Face Trainer fills these in, from its command line. Here the parameters' dtype
@@ -118,13 +119,30 @@ def settle_precision(config: Any, params: Any, device: Any) -> tuple[Any, str]:
     return config, why
 
 
-def _fast(device: Any) -> tuple[str, ...]:
+def _fast(device: jax.Device) -> tuple[str, ...]:
     """Return the half precisions that a device is fast in, the better one first."""
     if device.platform == "cpu":
         return ()
-    capability = str(getattr(device, "compute_capability", ""))
-    # tensor cores take bfloat16 from Ampere (8.0) on; AMD's GPUs have other numbers, and TPUs none
-    before_ampere = (
-        device.platform in ("gpu", "cuda") and capability.replace(".", "").isdigit() and float(capability) < 8
-    )
-    return ("fp16",) if before_ampere else ("bf16", "fp16")
+    return ("fp16",) if _is_below(device, 8.0) else ("bf16", "fp16")  # tensor cores take bfloat16 from Ampere on
+
+
+def _is_below(device: jax.Device, capability: float) -> bool:
+    """Return whether a device is an NVIDIA GPU of less than a compute capability; AMD's and TPUs have none."""
+    own = str(getattr(device, "compute_capability", ""))
+    return device.platform in ("gpu", "cuda") and own.replace(".", "").isdigit() and float(own) < capability
+
+
+def check_fp8(config: Any, precision: Precision, device: jax.Device) -> None:
+    """Raise a ConfigError if a config asks for fp8 in a precision or on a device that does not have it."""
+    if not config.fp8.enabled:
+        return
+    if precision.compute != jnp.bfloat16:
+        raise ConfigError(
+            f'fp8.enabled = true in {config.precision}: what is not multiplied in fp8 needs bfloat16; set "bf16": '
+            '{"enabled": true}'
+        )
+    if _is_below(device, 8.9):
+        raise ConfigError(
+            f"fp8.enabled = true on {device.device_kind} (compute capability {device.compute_capability}): fp8 "
+            "products need 8.9 or higher (Ada, Hopper, Blackwell); turn fp8 off"
+        )

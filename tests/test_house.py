@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46779,
+    "lines": 46798,
     "files": 272,
-    "statements": 27451,
+    "statements": 27457,
     "Any": 1182,
     "rooms": 38,
     "floors": 16,

@@ -91,11 +91,19 @@ def as_stored(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(view, tree, like)
 
 
-def choose_host_state(layouts: PyTree, config: ZeroConfig) -> PyTree:
+def choose_host_state(layouts: PyTree, config: ZeroConfig, mesh: Mesh) -> PyTree:
     """Choose which parts of each parameter's state live in host memory: `ParamLayout.on_host`.
 
     Under `offload_optimizer.ratio` it is the largest parameters', until that share of all elements is reached.
+
+    Raises:
+      ConfigError: the mesh does not support the configured offload.
     """
+    if config.offload_param.device == "cpu" and config.stage == 3 and mesh.shape[PIPE] > 1:
+        raise ConfigError(
+            f'zero_optimization.offload_param.device = "cpu" with mesh.pipe = {mesh.shape[PIPE]}: a pipeline\'s stages '
+            "keep their weights on the device; remove it (offload_optimizer works with pipelines), or use mesh.pipe 1"
+        )
     trained = [layout for layout in jax.tree.leaves(layouts) if layout.trainable]
     wanted = config.offload_optimizer.ratio * sum(prod(layout.shape) for layout in trained)
     chosen, size = set(), 0
@@ -112,15 +120,6 @@ def choose_host_state(layouts: PyTree, config: ZeroConfig) -> PyTree:
         return OnHost(layout.name in chosen or in_use, layout.name in chosen, in_use)
 
     return jax.tree.map(lambda layout: dataclasses.replace(layout, on_host=on_host(layout)), layouts)
-
-
-def check_offload(config: ZeroConfig, mesh: Mesh) -> None:
-    """Raise a ConfigError if the mesh does not support the configured offload."""
-    if config.offload_param.device == "cpu" and config.stage == 3 and mesh.shape[PIPE] > 1:
-        raise ConfigError(
-            f'zero_optimization.offload_param.device = "cpu" with mesh.pipe = {mesh.shape[PIPE]}: a pipeline\'s stages '
-            "keep their weights on the device; remove it (offload_optimizer works with pipelines), or use mesh.pipe 1"
-        )
 
 
 # ------------------------------------------------------------------ JAX's limit on pinned memory

@@ -97,7 +97,7 @@ class ParamLayout:
 
 
 def param_layouts(
-    facts: ModelFacts, config: Config, mesh: Mesh, plus: Plus = NOTHING, vocabulary: Mapping[str, int] | None = None,
+    facts: ModelFacts, config: Config, mesh: Mesh, plus: Plus = NOTHING,
     divided: Mapping[str, Mapping[str, int]] | None = None,
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.
@@ -107,16 +107,17 @@ def param_layouts(
 
     Args:
       plus: how stage 3 moves weights and gradients; a model's state it moves as they are.
-      vocabulary: name -> the dimension that `pipe` divides, for parameters outside the stack.
       divided: axis -> name -> the dimension that it divides, of one layer's slice; ZeRO partitions what is left.
 
     Returns:
       A tree of `ParamLayout`s with the structure of `facts.shapes`.
 
     Raises:
-      ConfigError: an expression or a name of the model's state that matches nothing, a complex parameter.
+      ConfigError: an expression or a name of the model's state that matches nothing, a complex parameter, nothing to
+        train.
     """
     to_train, stages, chunks = _to_train(facts, config), mesh.shape[PIPE], config.pipeline.chunks
+    vocabulary = _vocabulary(facts, stages)
     stage, threshold = config.zero_optimization.stage, config.zero_optimization.stage3_param_persistence_threshold
     # The persistence threshold is stage 3's own, also where a pipeline has it gather once a step: hence two rules.
     staged, stages_own = stage_rule(stage, config.pipeline.gather == "step"), RULES[stage]
@@ -130,7 +131,7 @@ def param_layouts(
         stacked, trainable = facts.has_stack and name.startswith(STACK + "/"), name in to_train
         # All stages hold the same number of layers, so that one program runs on all of them.
         by_layers = stacked and x.shape and x.shape[0] % (stages * chunks) == 0
-        pipe_dim = None if stages == 1 else 0 if by_layers else (vocabulary or {}).get(name)
+        pipe_dim = None if stages == 1 else 0 if by_layers else vocabulary.get(name)
         local = [size // stages if dim == pipe_dim else size for dim, size in enumerate(x.shape)][stacked:]
         own = {axis: dims[name] for axis, dims in (divided or {}).items() if name in dims}
         for axis, at in own.items():
@@ -172,7 +173,23 @@ def _to_train(facts: ModelFacts, config: Config) -> set[str]:
 
     trained = config.trainable_parameters
     wanted = set(floats) if trained is None else matched("trainable_parameters", trained, floats)
-    return wanted - matched("frozen_parameters", config.frozen_parameters, dtypes)
+    if chosen := wanted - matched("frozen_parameters", config.frozen_parameters, dtypes):
+        return chosen
+    given = {"trainable_parameters": trained, "frozen_parameters": config.frozen_parameters or None}
+    if keys := [f"{key} = {list(patterns)}" for key, patterns in given.items() if patterns is not None]:
+        raise ConfigError(f"{', '.join(keys)}: every parameter is frozen; leave one to train")
+    raise ConfigError(f"{facts.model!r} has no parameters to train: init(rng) returned no floating-point arrays")
+
+
+def _vocabulary(facts: ModelFacts, stages: int) -> dict[str, int]:
+    """Map the names of the parameters whose vocabulary the pipeline divides to that dimension: all of them or none."""
+    known = named(facts.shapes)
+    wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(facts.model, "vocabulary", {}).items()}
+    if unknown := sorted(wanted.keys() - known.keys()):
+        raise ConfigError(
+            f"{facts.model!r}: vocabulary names {unknown}, which are not parameters; the names are {', '.join(known)}"
+        )
+    return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
 
 
 def _spec(dims: Mapping[str, int | None]) -> PartitionSpec:

@@ -18,7 +18,7 @@ import jax
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO, TRAIN
 from jzero.errors import ConfigError
-from jzero.mesh import make_mesh
+from jzero.mesh import resolve_mesh
 from jzero.model import Model
 from jzero.pipeline.schedules import make_schedule
 from jzero.planner.gpus import Cluster, described_gpus, gpu_devices
@@ -26,7 +26,6 @@ from jzero.planner.named_models import Shapes, named_model
 from jzero.planner.products import products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import state_bytes
-from jzero.step.setup import with_stages
 from jzero.step.train_step import TrainStep, make_train_step
 
 Raw = Mapping[str, Any]  # a config's dict
@@ -250,7 +249,7 @@ class Bounds:
 
     def _step(self, raw: Raw, devices: Sequence[jax.Device]) -> TrainStep:
         config = Config.load(dict(raw))
-        mesh = make_mesh(with_stages(config, self.model, None), devices=devices)
+        config, mesh = resolve_mesh(config, self.model, devices=devices)
         return make_train_step(self.model, config, mesh=mesh)
 
 

@@ -16,7 +16,7 @@ from jzero.config import Config
 from jzero.display.slow_work import slow_work
 from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
-from jzero.mesh import PIPE, group_size, make_mesh
+from jzero.mesh import PIPE, group_size, make_mesh, resolve_mesh
 from jzero.model import Model
 from jzero.pictures import html
 from jzero.planner.advice import advice, gathered_sequences, undivided_parameters
@@ -32,7 +32,6 @@ from jzero.planner.state_bytes import deepspeed_estimate, host_reads
 from jzero.planner.step_time import step_time
 from jzero.planner.traced_collectives import across_hosts, moves, whole_sequences
 from jzero.step.batch import amount_of
-from jzero.step.setup import with_stages
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
 
@@ -171,7 +170,7 @@ def lower_step(
     model, config, optimizer = _resolved(step_or_model, config, optimizer)
     if batch_shapes is None:
         raise ConfigError("batch_shapes: missing; pass the shapes of a global batch, or a function of its size")
-    mesh, start = make_mesh(with_stages(config, model, None), devices=cluster.devices()), time.monotonic()
+    (config, mesh), start = resolve_mesh(config, model, devices=cluster.devices()), time.monotonic()
     with slow_work("tracing the step"), no_compilation_cache():
         step = make_train_step(model, config, mesh=mesh, optimizer=optimizer)
         batch = batch_shapes(step.batch_sizes.train) if callable(batch_shapes) else batch_shapes

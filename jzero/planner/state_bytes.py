@@ -34,7 +34,6 @@ from jzero.layout.sharding import ON_DEVICE, ParamLayout, optimizer_layouts, own
 from jzero.layout.zero import RULES, Rule
 from jzero.mesh import EXPERT, PIPE, TENSOR, ZERO_AXES, make_mesh
 from jzero.model import Model
-from jzero.precision import Precision
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tracing.fp8_weights import large_weights
 from jzero.tree import PyTree, named
@@ -82,11 +81,12 @@ def _local_bytes(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> in
     return prod(x.shape) // prod(mesh.shape[axis] for axis in axes) * x.dtype.itemsize
 
 
-def gradient_dtype(stage: Rule, precision: Precision, summed: bool) -> np.dtype:
+def gradient_dtype(step: TrainStep, rule: Rule) -> np.dtype:
     """Return the dtype of the gradients that the update reads: of their sum, or of the only micro-batch."""
-    if summed:
+    precision = step.precision
+    if sums_gradients(step):
         return jnp.dtype(precision.accum)
-    return jnp.dtype(precision.reduce if stage.scatter == "micro_batch" else precision.compute)
+    return jnp.dtype(precision.reduce if rule.scatter == "micro_batch" else precision.compute)
 
 
 def sums_gradients(step: TrainStep) -> bool:
@@ -107,7 +107,7 @@ def _inside(
     copied = rule.plus.secondary > 0 or (trainable and (rule.gather == "step" or compute != x.dtype))
     copied = (copied or on_host.master or in_fp8) and not on_host.in_use
     shares = rule.plus.secondary or (group if rule.gather == "layer" else 1)  # the devices that share it
-    gradient = gradient_dtype(rule, step.precision, sums_gradients(step))
+    gradient = gradient_dtype(step, rule)
     size = x.size / parts
     return (
         copied * size * (1 if in_fp8 else compute.itemsize) / shares,

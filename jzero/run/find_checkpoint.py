@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,42 @@ from typing import Any
 import jax
 
 from jzero.checkpoint.async_save import wait_ignoring_errors
-from jzero.checkpoint.directory import LATEST, SAVING, list_checkpoints, local_path, read_latest, recover
-from jzero.checkpoint.lock import other_holder
+from jzero.checkpoint.directory import LATEST, SAVING, check_home, list_checkpoints, local_path, read_latest, recover
+from jzero.checkpoint.lock import hold, other_holder
 from jzero.checkpoint.orbax_trees import all_or_none
 from jzero.checkpoint.reader import Checkpoint
-from jzero.distributed.host_collectives import agree
+from jzero.distributed.host_collectives import agree, check_same, together
 from jzero.distributed.place import log_dist
-from jzero.errors import CheckpointError, escaped, some_of
+from jzero.errors import CheckpointError, ConfigError, escaped, some_of
 from jzero.run.progress import written_by_engine, wrong_notes
+
+
+def hold_directory(resume: str | os.PathLike | None, home: str | None) -> tuple[Path | None, dict[str, Any] | None]:
+    """Take the directory that a run resumes from and saves to, so that no other job writes there.
+
+    Args:
+      resume: as for `jzero.initialize`; None: none.
+      home: the config's `checkpoint.dir`, which "auto" means.
+
+    Returns:
+      The directory, and the batch sizes of its newest checkpoint; None, None without one.
+
+    Raises:
+      ConfigError: it cannot be written, another job holds it, or the processes were given different ones.
+    """
+    if not isinstance(resume, str | os.PathLike | None) or resume == "":
+        raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
+    if resume == "auto" and not home:
+        raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
+    resume = home if resume == "auto" else resume
+    if resume:
+        together("initialize", lambda: check_home(resume, "resume"))
+    root = local_path(resume, "resume") if resume else None
+    check_same("initialize", {"resume": root and str(root)})
+    if root is None:
+        return None, None
+    together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
+    return root, former_batch(root)
 
 
 def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:

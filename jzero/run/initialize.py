@@ -15,8 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jzero.adapters.from_flax import with_criterion
-from jzero.checkpoint.directory import check_home, local_path
-from jzero.checkpoint.lock import hold
+from jzero.checkpoint.directory import check_home
 from jzero.config import Config
 from jzero.config.config import outputs
 from jzero.data import DataLoader, steps_per_epoch
@@ -31,7 +30,7 @@ from jzero.profiling.profiles import OUTPUT, check_output_file
 from jzero.run.deepspeed_names import KEYWORDS
 from jzero.run.dump import dump
 from jzero.run.engine import Engine
-from jzero.run.find_checkpoint import former_batch
+from jzero.run.find_checkpoint import hold_directory
 from jzero.run.run_report import report
 from jzero.run.step_memory import check_room
 from jzero.step.setup import resolve
@@ -144,18 +143,8 @@ def initialize(
     offload.allow_pinned(config)  # the next line starts JAX's devices
     watchdog.watch_for_hangs(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
-    if not isinstance(resume, str | os.PathLike | None) or resume == "":
-        raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
-    if resume == "auto" and not config.checkpoint.dir:
-        raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
-    resume = config.checkpoint.dir if resume == "auto" else resume
-
-    together("initialize", lambda: _check_places(config, resume))
-    root = local_path(resume, "resume") if resume else None
-    check_same("initialize", {"resume": root and str(root)})
-    if root:
-        together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
-    former = former_batch(root) if root else None
+    together("initialize", lambda: _check_outputs(config))
+    root, former = hold_directory(resume, config.checkpoint.dir)
     setup = resolve(
         model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former,
         total_num_steps=partial(_steps_of, training_data, config) if total_num_steps is None else total_num_steps,
@@ -176,11 +165,10 @@ def initialize(
     return engine, step.setup.optimizer.tx if own else engine.optimizer, loader, engine.lr_scheduler
 
 
-def _check_places(config: Config, resume: str | os.PathLike | None) -> None:
+def _check_outputs(config: Config) -> None:
     """Raise a ConfigError if the run cannot write where it will: now, rather than after hours."""
-    for key, place in (("checkpoint.dir", config.checkpoint.dir), ("resume", resume)):
-        if place:
-            check_home(place, key)
+    if config.checkpoint.dir:
+        check_home(config.checkpoint.dir, "checkpoint.dir")
     for key, path in outputs(config).items() if jax.process_index() == 0 else ():
         check_writable(path.absolute().parent if key == OUTPUT else path.absolute(), key)
         if key == OUTPUT:

@@ -25,7 +25,7 @@ from jzero.model import weights_layout
 from jzero.optimizers import moments
 from jzero.planner.advice import undivided_parameters, unsharded
 from jzero.planner.plan import observed
-from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes, sums_gradients
+from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes
 from jzero.run.report_text import align_columns, bullets, spec_table, value_text, wrap
 from jzero.run.step_report import joined, sections_of_step
 from jzero.step.setup import float16_on_cpu
@@ -182,7 +182,7 @@ def _groups(step: Any) -> list[str]:
 
 def _model_state(step: Any) -> list[str]:
     b, precision = state_bytes(step), step.precision
-    gradient = gradient_dtype(step.setup.rule, precision, sums_gradients(step))
+    gradient = gradient_dtype(step, step.setup.rule)
     in_step = "only inside the step"
     frozen = any(not (leaf.trainable or leaf.state) for leaf in jax.tree.leaves(step.layouts))
     in_use = any(leaf.on_host.in_use for leaf in jax.tree.leaves(step.layouts))

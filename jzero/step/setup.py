@@ -18,18 +18,18 @@ from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError, both
 from jzero.layout import offload, sharding, zeropp
 from jzero.layout.zero import Rule, stage_rule
-from jzero.mesh import EXPERT, PIPE, TENSOR, batch_spec, check_against, check_mesh, is_gpu, make_mesh, replicas
-from jzero.model import ENDS, Model, ModelFacts, check_model
+from jzero.mesh import EXPERT, PIPE, TENSOR, batch_spec, is_gpu, replicas, resolve_mesh
+from jzero.model import Model, ModelFacts, check_model
 from jzero.passes.gradients import DeviceFunctions
 from jzero.passes.sequential import Passes, sequential
 from jzero.pipeline.stages import pipelined
-from jzero.precision import Precision, settle_precision
+from jzero.precision import Precision, check_fp8, settle_precision
 from jzero.spread.dimension_search import with_found_dimensions
 from jzero.spread.division import check_tables, divisions_by_axis
 from jzero.spread.layer_specs import with_layer_specs
 from jzero.step.optimizer import StepOptimizer, resolve_optimizer, resolve_schedule
 from jzero.tracing.fp8_weights import Noted, large_weights
-from jzero.tree import PyTree, cast, named
+from jzero.tree import PyTree, cast
 from jzero.values.parameters import Total
 
 TotalSteps = int | Callable[[int], Total | None] | None
@@ -158,11 +158,7 @@ def resolve(
     check_tables(model)
     offload.allow_pinned(config)  # before JAX starts the devices
 
-    # A PipelineModule is cut already: it decides `pipe` before there is a mesh.
-    config = with_stages(config, model, mesh)
-    mesh = make_mesh(config) if mesh is None else mesh
-    check_mesh(mesh)
-    check_against(config, mesh)
+    config, mesh = resolve_mesh(config, model, mesh)
 
     # The model is traced for its shapes alone; no parameter is made before all of this is decided.
     facts = ModelFacts.of(model)
@@ -175,13 +171,14 @@ def resolve(
     precision = Precision.from_config(config, why)
     if float16_on_cpu(precision, mesh):
         allow_float16_products_on_cpu()
-    _check_fp8(config, precision, mesh)
+    check_fp8(config, precision, mesh.devices.flat[0])
 
     def laid_out() -> tuple[zeropp.Plus, Mapping[str, int | None], PyTree, Passes]:
-        offload.check_offload(config.zero_optimization, mesh)
         plus = zeropp.read_plus(config.zero_optimization, mesh)
         division = divisions_by_axis(model, facts.shapes, config, mesh, facts.has_stack, searched)
-        layouts = _layouts(facts, config, mesh, plus, {axis: of.dims for axis, of in division.items()})
+        dims = {axis: of.dims for axis, of in division.items()}
+        layouts = sharding.param_layouts(facts, config, mesh, plus, dims)
+        layouts = offload.choose_host_state(layouts, config.zero_optimization, mesh)
         return plus, division[TENSOR].unfit, layouts, make_passes(model, config, mesh, layouts, precision)
 
     # Both sets of problems are reported at once.
@@ -206,44 +203,12 @@ def float16_on_cpu(precision: Precision, mesh: Mesh) -> bool:
     return precision.compute == jnp.float16 and mesh.devices.flat[0].platform == "cpu"
 
 
-def _check_fp8(config: Config, precision: Precision, mesh: Mesh) -> None:
-    if not config.fp8.enabled:
-        return
-    if precision.compute != jnp.bfloat16:
-        raise ConfigError(
-            f'fp8.enabled = true in {config.precision}: what is not multiplied in fp8 needs bfloat16; set "bf16": '
-            '{"enabled": true}'
-        )
-    device = mesh.devices.flat[0]
-    capability = str(getattr(device, "compute_capability", ""))
-    if is_gpu(mesh) and capability.replace(".", "").isdigit() and float(capability) < 8.9:
-        raise ConfigError(
-            f"fp8.enabled = true on {device.device_kind} (compute capability {capability}): fp8 products need 8.9 or "
-            "higher (Ada, Hopper, Blackwell); turn fp8 off"
-        )
-
-
 def make_passes(
     model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Callable | None = None
 ) -> Passes:
     """Make the passes of the mesh: through the stages of a pipeline, or in sequence."""
     make = pipelined if mesh.shape[PIPE] > 1 else sequential
     return make(model, config, mesh, layouts, precision, read)
-
-
-def with_stages(config: Config, model: Model, mesh: Mesh | None) -> Config:
-    """Set the config's number of stages to the one that a `PipelineModule` was made for."""
-    stages = getattr(model, "num_stages", None)
-    if stages is None:
-        return config
-    key = "pipeline.stages" if config.pipeline.stages else "mesh.pipe"
-    asked = config.pipeline.stages or (config.mesh.pipe if "pipe" in config.mesh.model_fields_set else -1)
-    if mesh is not None:
-        check_mesh(mesh)
-        key, asked = "the mesh passed in: pipe", mesh.shape[PIPE]
-    if asked not in (stages, -1):
-        raise ConfigError(f"{key} = {asked}, but {model!r} has num_stages = {stages}: leave one of them out")
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
 
 def _check_compiler_options(config: Config, mesh: Mesh) -> None:
@@ -255,29 +220,3 @@ def _check_compiler_options(config: Config, mesh: Mesh) -> None:
         jit(lambda: 0.0, out_shardings=NamedSharding(mesh, PartitionSpec())).lower().compile()
     except Exception as error:
         raise ConfigError(f"compiler_options = {config.compiler_options}: XLA refuses them: {error}") from None
-
-
-def _layouts(
-    facts: ModelFacts, config: Config, mesh: Mesh, plus: zeropp.Plus, dims: dict[str, dict[str, int]]
-) -> PyTree:
-    layouts = sharding.param_layouts(facts, config, mesh, plus, _vocabulary(facts, mesh.shape[PIPE]), dims)
-    if not any(layout.trainable for layout in jax.tree.leaves(layouts)):
-        given = {
-            "trainable_parameters": config.trainable_parameters,
-            "frozen_parameters": config.frozen_parameters or None,
-        }
-        if keys := [f"{key} = {list(patterns)}" for key, patterns in given.items() if patterns is not None]:
-            raise ConfigError(f"{', '.join(keys)}: every parameter is frozen; leave one to train")
-        raise ConfigError(f"{facts.model!r} has no parameters to train: init(rng) returned no floating-point arrays")
-    return offload.choose_host_state(layouts, config.zero_optimization)
-
-
-def _vocabulary(facts: ModelFacts, stages: int) -> dict[str, int]:
-    """Map the names of the parameters whose vocabulary the pipeline divides to that dimension: all of them or none."""
-    known = named(facts.shapes)
-    wanted = {f"{ENDS}/{name}": dim for name, dim in getattr(facts.model, "vocabulary", {}).items()}
-    if unknown := sorted(wanted.keys() - known.keys()):
-        raise ConfigError(
-            f"{facts.model!r}: vocabulary names {unknown}, which are not parameters; the names are {', '.join(known)}"
-        )
-    return wanted if all(known[name].shape[dim] % stages == 0 for name, dim in wanted.items()) else {}
