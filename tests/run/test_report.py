@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.report_sections import section
 
 import jzero
 from jzero.planner.state_bytes import state_bytes
@@ -36,12 +37,6 @@ def report_of(model, data=1, optimizer=None, **changes):
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(data=data), optimizer=optimizer)
     return step, jzero.report(step)
-
-
-def section(text, title):
-    """A section's lines with their folds undone; [] if it is not there."""
-    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
-    return re.sub(r"\n    +", " ", found[1]).splitlines() if found else []
 
 
 def rows(text, title):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.sampling import some
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(program, tmp_path):

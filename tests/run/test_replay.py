@@ -54,7 +54,7 @@ def test_a_replay_on_one_device_finds_the_same(layout, tmp_path, monkeypatch, ca
     assert found.rows == (11,)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_model.py").write_text("from helpers.planted_faults import Net as make_model\n")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     assert main(["replay", str(saved), "--model", "my_model:make_model"]) == 0
     assert capsys.readouterr().out.strip() == str(found)
 

@@ -19,7 +19,7 @@ import jzero
 from jzero.distributed import heartbeat, watchdog
 from jzero.distributed.host_collectives import Guard
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from jzero.display.page import dark
 from jzero.errors import install_command
 from jzero.launcher import options
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FOREIGN = ('title="DeepSpeed"', 'title="transformers"')  # other libraries' code: it must parse

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "jzero"
+ROOT = Path(__file__).parents[2] / "jzero"
 
 # A module may import from its own line and from those above it.
 ORDER = """
