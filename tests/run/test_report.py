@@ -58,16 +58,17 @@ def test_head():
 
 
 @pytest.mark.parametrize(
-    ("stage", "says"),
+    ("model", "stage", "says"),
     [
-        (0, "stage 0: parameters replicated, gradients all-reduced once a step"),
-        (1, "stage 1: parameters gathered once a step, gradients reduce-scattered once a step"),
-        (2, "stage 2: parameters gathered once a step, gradients reduce-scattered every micro-batch"),
-        (3, "stage 3: parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
+        (llama, 0, "stage 0: parameters replicated, gradients all-reduced once a step"),
+        (llama, 1, "stage 1: parameters gathered once a step, gradients reduce-scattered once a step"),
+        (llama, 2, "stage 2: parameters gathered once a step, gradients reduce-scattered every micro-batch"),
+        (llama, 3, "stage 3: parameters gathered layer by layer, gradients reduce-scattered every micro-batch"),
+        (mlp, 3, "stage 3: parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
     ],
 )
-def test_stage_and_model_state(stage, says):
-    step, text = report_of(llama(), zero_optimization=CONFIG["zero_optimization"] | {"stage": stage})
+def test_stage_and_model_state(model, stage, says):
+    step, text = report_of(model(), zero_optimization=CONFIG["zero_optimization"] | {"stage": stage})
     assert says in re.sub(r" +", " ", " ".join(section(text, "jzero run report")))
     found, table = state_bytes(step), rows(text, "Model state per device")
     formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["total inside the step"][1])
