@@ -158,23 +158,27 @@ def test_planning_compiles_nothing():
 
 
 def test_the_fullest_device_is_shown(monkeypatch, tmp_path):
-    def device(number, now, peak, limit):
-        stats = {"bytes_in_use": now, "peak_bytes_in_use": peak, "bytes_limit": limit}
+    def device(number, now, peak):
+        stats = {"bytes_in_use": now * 2**30, "peak_bytes_in_use": peak * 2**30, "bytes_limit": 75 * 2**30}
         return SimpleNamespace(id=number, platform="gpu", memory_stats=lambda: stats)
 
-    gib = 2**30
-    devices = [device(0, gib, 2 * gib, 75 * gib), device(1, 3 * gib, 4 * gib, 75 * gib)]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t 3145728 kB\nVmRSS:\t 2097152 kB\n")
-    monkeypatch.setattr(step_memory, "STATUS", tmp_path / "status")
-    assert step_memory.used("now") == (
-        "memory now: 3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak "
-        "3.00 GiB"
-    )
-    del devices[1]
-    monkeypatch.setattr(step_memory, "STATUS", tmp_path / "missing")
-    text = "memory now: 1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system"
-    assert step_memory.used("now") == text
+    one, two = device(0, 1, 2), device(1, 3, 4)
+    for devices, status, words in (
+        (
+            [one, two],
+            "status",
+            "3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak 3.00 GiB",
+        ),
+        (
+            [one],
+            "missing",
+            "1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system",
+        ),
+    ):
+        monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
+        monkeypatch.setattr(step_memory, "STATUS", tmp_path / status)
+        assert step_memory.used("now") == f"memory now: {words}"
 
 
 # ------------------------------------------------------------------------------------------- the dump

@@ -6,7 +6,7 @@ import time
 
 import jax
 import pytest
-from helpers.engines import Net, config, engine, mesh, rows
+from helpers.engines import Net, build, config, mesh, rows
 
 import jzero
 from jzero.planner import GPUS
@@ -22,8 +22,8 @@ def cpus(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ran():
-    """An engine after its first step."""
-    made = engine(3)
+    """An engine after its first step, which no other test runs."""
+    made = build(3)[0]
     made.train_batch(rows(0))
     return made
 
