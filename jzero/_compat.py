@@ -1,8 +1,8 @@
 """Private APIs of JAX, CPython and flash-attn3-jax: one function each, with the reason that no public one serves.
 
-No other module of jzero uses a private name of another package (tests/test_import_order.py checks it). All of these
-exist in Python 3.11 and 3.12 and in jax 0.10.2 and 0.11.2. JAX is imported on first use, because the launcher works
-without it.
+No other module of jzero uses a private name of another package (tests/pages/test_import_order.py checks it). All of
+these exist in Python 3.11 and 3.12 and in jax 0.10.2 and 0.11.2. JAX is imported on first use, because the launcher
+works without it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from helpers.reference import assert_bitwise
+from helpers.report_sections import section
 from helpers.sampling import keep
-from test_report import section
 
 import jzero
 from jzero.planner.state_bytes import state_bytes

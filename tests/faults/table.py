@@ -64,7 +64,7 @@ TABLE: dict[str, list[Fault]] = {
             "a restart begins without any process of the attempt before",
         ),
         elsewhere(
-            "test_watchdog.py::test_a_job_without_the_launcher",
+            "run/test_watchdog.py::test_a_job_without_the_launcher",
             "a rank stops under srun, mpirun or torchrun",
             "after the limit of the section `watchdog` all stacks, the steps of all ranks, and every process ends",
         ),
@@ -223,7 +223,7 @@ TABLE: dict[str, list[Fault]] = {
             "one line; the checkpoints before it stay",
         ),
         elsewhere(
-            "test_ledger.py::test_a_full_disk_is_a_warning",
+            "run/test_ledger.py::test_a_full_disk_is_a_warning",
             "the disk is full during a step",
             "a warning: the run's ledger ends; training goes on",
         ),
@@ -233,7 +233,7 @@ TABLE: dict[str, list[Fault]] = {
             "readers skip the line; one line if no step is left",
         ),
         elsewhere(
-            "test_ledger.py::test_a_torn_line_is_skipped_and_continued",
+            "run/test_ledger.py::test_a_torn_line_is_skipped_and_continued",
             "a kill tears the last line of the ledger",
             "readers skip the line; the next start begins a new one",
         ),

@@ -1,8 +1,5 @@
 """The table of collectives: by hand from the ZeRO table, and its bandwidth from kernels of known times."""
 
-import contextlib
-import io
-
 import pytest
 from helpers.engines import ACCUM, FEATURES, REPLICAS, build, rows
 
@@ -77,33 +74,26 @@ def test_no_bandwidth_where_the_count_is_a_guess():
     assert text.count("is not known") == 2
 
 
-@pytest.fixture(scope="module")
-def lines():
-    """What an engine at stage 2 prints of its first two steps, with and without some of the kinds."""
-    found = []
-    for section in ({"enabled": True}, {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}):
-        made = build(more={"comms_logger": section})[0]
-        for seed in range(2):
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                made.train_batch(rows(seed))
-            found.append(out.getvalue().splitlines())
-    return found
-
-
-def test_an_engine_prints_its_collectives_after_the_first_step(lines):
+def test_an_engine_prints_its_collectives_after_the_first_step(capsys):
     """Stage 2: weights gathered once, gradients reduced for each micro-batch, those of scanned layers one by one."""
-    first, second, chosen, _ = lines
+    found = []
+    for more in ({}, {"prof_all": False, "prof_ops": ["all_gather_into_tensor"]}):
+        made = build(more={"comms_logger": {"enabled": True, **more}})[0]
+        capsys.readouterr()
+        for seed in range(2):
+            made.train_batch(rows(seed))
+            found.append(capsys.readouterr().out.splitlines())
+    first, second, chosen, _ = found
     assert second == []
     one = FEATURES**2 * 4  # a matrix in float32
-    found = {tuple(line.split()) for line in first}
-    n, a = str(REPLICAS), str(ACCUM)
+    n, a, cells = str(REPLICAS), str(ACCUM), {tuple(line.split()) for line in first}
     for expected in (
         ("all-gather", "zero", "f32", "-", n, "1", f"{one}", "B", f"{one}", "B"),
         ("all-gather", "zero", "f32", "-", n, "1", f"{2 * one}", "B", f"{2 * one}", "B"),
         ("reduce-scatter", "zero", "f32", a, n, a, f"{one}", "B", f"{ACCUM * one}", "B"),
         ("reduce-scatter", "zero", "f32", a, "x", "2", n, f"{2 * ACCUM}", f"{one}", "B", "1.54", "kB"),
     ):
-        assert expected in found
+        assert expected in cells
     assert any(line.startswith("all-gather: 2 a step, 768 B") for line in first)
     assert not any("GB/s" in line for line in first)  # simulated devices have no links
     assert {line.split(":")[0].split()[0] for line in chosen[2:]} == {"all-gather"}

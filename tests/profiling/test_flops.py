@@ -86,10 +86,6 @@ def test_llama(stage, unroll, accum, policy):
     total = sum(one.values()) + head
     assert (whole.whole.forward, whole.whole.backward) == (total, 2 * total)
     assert (whole.devices, whole.optimizer, whole.notes) == (8, 0, ())
-
-
-def test_parameters_of_a_llama():
-    _, found = llama()
     by_hand = {
         "prefix/embed": V * D, "suffix/head": D * V, "suffix/norm": D,
         "stack/attention": L * D * (Q + 2 * KV + Q), "stack/attention/qkv": L * D * (Q + 2 * KV),
@@ -116,28 +112,14 @@ def test_a_pipeline_runs_its_idle_ticks(schedule):
 def test_an_mlp():
     model = jzero.from_flax(lambda rngs: MLP(12, 8, 4, rngs=rngs), lambda m, b: cross_entropy(m, (b["x"], b["y"])))
     batch = {"x": jax.ShapeDtypeStruct((12,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
-    for stage in (0, 3):
-        _, found = flops_of(model, batch, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0})
-        first, second = found["loss/fc1"], found["loss/fc2"]
-        assert (first.forward, first.backward) == (2 * MICRO * 12 * 8,) * 2  # the images have no gradient
-        assert (second.forward, second.backward) == (2 * MICRO * 8 * 4, 2 * 2 * MICRO * 8 * 4)
-        assert (first.params, second.params) == (12 * 8 + 8, 8 * 4 + 4)
-        # Operands and results in float32: x, w, y forward; both gradients of fc2 and one of fc1 move the same.
-        product = {"fc1": 4 * (MICRO * 12 + 12 * 8 + MICRO * 8), "fc2": 4 * (MICRO * 8 + 8 * 4 + MICRO * 4)}
-        assert (first.bytes, second.bytes) == (2 * product["fc1"], 3 * product["fc2"])
-
-
-class Linen(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return linen.Dense(4, name="out")(linen.relu(linen.Dense(8, name="hidden")(x)))
-
-
-def test_linen_names_its_modules():
-    model = jzero.from_flax(Linen(), lambda m, b: (m(b["x"]) ** 2).mean(), example_batch={"x": jnp.ones((1, 12))})
-    _, found = flops_of(model, {"x": jax.ShapeDtypeStruct((12,), jnp.float32)})
-    assert found["loss/Linen/out"].backward == 2 * found["loss/Linen/out"].forward == 2 * 2 * MICRO * 8 * 4
-    assert (found["loss/Linen/hidden"].params, found["loss/Linen/out"].params) == (12 * 8 + 8, 8 * 4 + 4)
+    _, found = flops_of(model, batch, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    first, second = found["loss/fc1"], found["loss/fc2"]
+    assert (first.forward, first.backward) == (2 * MICRO * 12 * 8,) * 2  # the images have no gradient
+    assert (second.forward, second.backward) == (2 * MICRO * 8 * 4, 2 * 2 * MICRO * 8 * 4)
+    assert (first.params, second.params) == (12 * 8 + 8, 8 * 4 + 4)
+    # Operands and results in float32: x, w, y forward; both gradients of fc2 and one of fc1 move the same.
+    product = {"fc1": 4 * (MICRO * 12 + 12 * 8 + MICRO * 8), "fc2": 4 * (MICRO * 8 + 8 * 4 + MICRO * 4)}
+    assert (first.bytes, second.bytes) == (2 * product["fc1"], 3 * product["fc2"])
 
 
 class Parts(nnx.Module):
@@ -152,20 +134,31 @@ class Parts(nnx.Module):
         return self.end(x)
 
 
-def test_modules_of_nnx_have_the_names_of_their_attributes():
-    model = jzero.from_flax(Parts, lambda m, b: (m(b["x"]) ** 2).mean())
-    _, found = flops_of(model, {"x": jax.ShapeDtypeStruct((4,), jnp.float32)})
-    one = 2 * MICRO * 4 * 4
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4, name="out")(linen.relu(linen.Dense(8, name="hidden")(x)))
+
+
+def test_modules_have_the_names_of_their_attributes():
+    def square(module, batch):
+        return (module(batch["x"]) ** 2).mean()
+
+    _, found = flops_of(jzero.from_flax(Parts, square), {"x": jax.ShapeDtypeStruct((4,), jnp.float32)})
     names = ["loss/layers/0", "loss/layers/1", "loss/end/layers/2"]
-    assert [found[name].forward for name in names] == [one] * 3
+    assert [found[name].forward for name in names] == [2 * MICRO * 4 * 4] * 3
     assert [found[name].params for name in (*names, "loss/end")] == [20, 20, 20, 28]
+    model = jzero.from_flax(Linen(), square, example_batch={"x": jnp.ones((1, 12))})
+    _, found = flops_of(model, {"x": jax.ShapeDtypeStruct((12,), jnp.float32)})
+    assert found["loss/Linen/out"].backward == 2 * found["loss/Linen/out"].forward == 2 * 2 * MICRO * 8 * 4
+    assert (found["loss/Linen/hidden"].params, found["loss/Linen/out"].params) == (12 * 8 + 8, 8 * 4 + 4)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("mesh", [{"expert": 4}, {"expert": 2, "tensor": 2}])
+@pytest.mark.parametrize(("mesh", "policy"), [({"expert": 4}, "full"), ({"expert": 2, "tensor": 2}, "none")])
 def test_padding_of_experts_is_not_counted(mesh, policy):
     """Rows are padded to the worst case along `expert`; a token is multiplied with its own experts alone."""
-    shape = dataclasses.replace(C, mixture=MixtureConfig(4, 2, F))
+    layers = 2
+    shape = dataclasses.replace(C, num_layers=layers, mixture=MixtureConfig(4, 2, F))
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     tokens = jax.ShapeDtypeStruct((S,), jnp.int32)
     _, found = flops_of(
@@ -174,8 +167,8 @@ def test_padding_of_experts_is_not_counted(mesh, policy):
     )  # fmt: skip
     tensor = mesh.get("tensor", 1)  # its devices gather the tokens, and each has a part of the experts' width
     router, experts, sum_of_outputs = MICRO * S * D * 4 / tensor, MICRO * S * 2 * D * 3 * F / tensor, MICRO * S * 2 * D
-    mlp, weights = found["stack/mlp"], 2 * L * (router + experts)
-    assert (mlp.forward, mlp.backward) == (weights + 2 * L * sum_of_outputs, 2 * weights)
+    mlp, weights = found["stack/mlp"], 2 * layers * (router + experts)
+    assert (mlp.forward, mlp.backward) == (weights + 2 * layers * sum_of_outputs, 2 * weights)
     assert mlp.recomputed == (weights if policy == "full" else 0)
     assert not [name for name in found if "row" in name]
 
@@ -286,34 +279,29 @@ def test_the_rate_is_the_products_over_the_time():
     assert len(some_flops().totals(0.01, "cpu")) == 1
 
 
-def test_depth_and_the_largest_modules():
+def test_what_a_table_shows(monkeypatch):
+    """Plain for a file, also if the output is a terminal."""
     found = some_flops()
     names = [line.split()[0] for line in found.table("title").splitlines()[2:]]
     assert names == ["the", "stack", "head"]
     assert len(found.table("title", depth=0).splitlines()) == 3
     assert [line.split()[0] for line in found.table("title", top=1).splitlines()[2:]] == ["the", "stack"]
-
-
-def test_a_table_for_a_file_is_plain_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert "\x1b" in some_flops().table("title")
-    assert "\x1b" not in some_flops().table("title", plain=True)
+    assert "\x1b" in found.table("title")
+    assert "\x1b" not in found.table("title", plain=True)
 
 
-@pytest.mark.parametrize("to_file", [False, True])
-def test_the_engine_prints_a_table_once(to_file, capsys, tmp_path):
+def test_the_engine_writes_a_table_once(capsys, tmp_path):
     file = tmp_path / "new" / "flops.txt"
-    section = {"enabled": True, "profile_step": 1, **({"output_file": str(file)} if to_file else {})}
-    made = build(more={"flops_profiler": section})[0]
+    made = build(more={"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(file)}})[0]
     capsys.readouterr()
     printed = []
     for seed in range(3):
         made.train_batch(rows(seed))
         printed.append(capsys.readouterr().out)
-    assert (printed[0], printed[2]) == ("", "")  # the first step compiles
-    if to_file:
-        assert printed[1] == f"FLOPs of step 2: matrix products on one of 4 devices: written to {file}\n"
-    text = file.read_text() if to_file else printed[1]
+    written = f"FLOPs of step 2: matrix products on one of 4 devices: written to {file}\n"
+    assert printed == ["", written, ""]  # the first step compiles
+    text = file.read_text()
     assert re.search(r"^  stack +128 ", text, re.M)  # two layers of 8 x 8
     assert "TFLOP/s" not in text  # CPUs have no rate
 

@@ -30,41 +30,35 @@ FACTS = PanelFacts(
 
 
 def test_the_fields_of_a_step():
+    """Of the first one nothing is known, and CPU devices count no memory."""
     assert fields(FACTS) == {
         "loss": "2.3457", "accuracy": "0.5123", "lr": "3.000e-04", "grad norm": "0.412", "skipped": "2",
         "step": "62.5 ms", "samples/s": "512.4", "tokens/s": "524,698", "MFU": "41.2 %", "waits for data": "1.2 %",
         "waits for script": "10.0 %", "memory": "61.0 GiB of 79.0 GiB",
     }  # fmt: skip
     assert fields(FACTS._replace(scaled=True))["loss scale"] == "1024"
-
-
-def test_the_fields_of_the_first_step_on_cpu_devices():
-    """Its loss is not there yet, nothing is known of its speed, and CPU devices count no memory."""
-    assert fields(FACTS._replace(metrics={}, speed=None, waits={}, memory=None)) == {"skipped": "2"}
-    slow = FACTS._replace(metrics={}, speed=Speed(1.0, None, 2.0, None), waits={}, memory=None)
-    assert fields(slow) == {"skipped": "2", "step": "2,000.0 ms", "samples/s": "1.0"}
-
-
-def test_a_metric_whose_name_has_escape_codes():
-    facts = FACTS._replace(metrics={**FACTS.metrics, "a\x1b[2J": 1.0})
-    console = Console(file=io.StringIO(), width=200)
-    console.print(draw_panel(facts))
-    assert r"a\x1b[2J" in console.file.getvalue()
-    assert "\x1b" not in console.file.getvalue()
+    first = FACTS._replace(metrics={}, speed=None, waits={}, memory=None)
+    assert fields(first) == {"skipped": "2"}
+    slow = {"skipped": "2", "step": "2,000.0 ms", "samples/s": "1.0"}
+    assert fields(first._replace(speed=Speed(1.0, None, 2.0, None))) == slow
 
 
 def test_the_drawing_has_every_field():
-    console = Console(file=io.StringIO(), width=90)
-    console.print(draw_panel(FACTS))
-    text = console.file.getvalue()
-    assert "step 250 of 1,000" in text
-    assert "2 min 5 s, 46.9 s left" in text
-    assert "saving a checkpoint, 12 s" in text
+    def drawing(**changes):
+        console = Console(file=io.StringIO(), width=90)
+        console.print(draw_panel(FACTS._replace(**changes)))
+        return console.file.getvalue()
+
+    text = drawing()
+    for part in ("step 250 of 1,000", "2 min 5 s, 46.9 s left", "saving a checkpoint, 12 s"):
+        assert part in text
     assert all(f"{label} {value}" in text for label, value in fields(FACTS).items())
-    without = Console(file=io.StringIO(), width=90)
-    without.print(draw_panel(FACTS._replace(total=None, left=None)))
-    assert "step 250 ─" in without.file.getvalue()
-    assert "left" not in without.file.getvalue()
+    without = drawing(total=None, left=None)
+    assert "step 250 ─" in without
+    assert "left" not in without
+    odd = drawing(metrics={"a\x1b[2J": 1.0})
+    assert r"a\x1b[2J" in odd
+    assert "\x1b" not in odd
 
 
 # ------------------------------------------------------------------------------------------- speed
@@ -158,40 +152,28 @@ def panel(monkeypatch):
 
 
 def test_a_panel_comes_with_a_step_and_goes_at_the_end(panel):
+    """One at a time; in a notebook it follows to the next cell."""
+    other = Panel(lambda: FACTS, lambda: False, Shown)
     with slow_work.shown_elsewhere():
         before = slow_work._taken
         panel.step()
         first = Shown.last
         assert slow_work._taken == before + 1
         panel.step()
+        other.step()  # another run's
         assert Shown.last is first
         panel.stop(keep=True)
         panel.stop(keep=True)
         assert first.events == ["stop True"]
         assert slow_work._taken == before
-        panel.step()
-        assert Shown.last is not first
-
-
-def test_another_run_has_no_second_panel(panel):
-    panel.step()
-    first = Shown.last
-    other = Panel(lambda: FACTS, lambda: False, Shown)
-    other.step()
-    assert Shown.last is first
-    panel.stop(keep=False)
-    other.step()
-    assert Shown.last is not first
-    other.stop(keep=False)
-
-
-def test_a_panel_follows_its_notebook_to_another_cell(panel):
-    panel.step()
-    first = Shown.last
-    first.left = True
-    panel.step()
-    assert first.events == ["stop True"]
-    assert Shown.last is not first
+        other.step()
+        second = Shown.last
+        assert second is not first
+        second.left = True
+        other.step()
+        assert second.events == ["stop True"]
+        assert Shown.last is not second
+        other.stop(keep=False)
 
 
 def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatch):
@@ -209,60 +191,39 @@ def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatc
     assert Shown.last is shown
 
 
-class Broken(Shown):
-    """A display whose terminal is closed."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_display_that_fails_leaves_the_run_alone(late, panel, capsys, monkeypatch):
+    """At once or later, its panel goes for good and gives back what it has taken."""
+    opened = []
 
-    def stop(self, keep):
-        super().stop(keep)
-        raise OSError("closed")
+    class Broken(Shown):
+        """A display whose terminal is closed."""
 
-    def refresh(self):
-        raise OSError("closed")
+        def __init__(self, render):
+            super().__init__(render)
+            opened.append(self)
+            if not late:
+                raise OSError("closed")
 
+        def stop(self, keep):
+            super().stop(keep)
+            raise OSError("closed")
 
-def closed(render):
-    raise OSError("closed")
+        def refresh(self):
+            raise OSError("closed")
 
-
-def test_a_display_that_does_not_open_leaves_the_run_alone(panel, capsys, monkeypatch):
-    before, hook, opened = slow_work._taken, sys.excepthook, []
-    monkeypatch.setattr(panel, "_open", lambda render: opened.append(render) or closed(render))
-    panel.step()
-    panel.step()
-    assert len(opened) == 1
-    assert (Panel._shown, slow_work._taken, sys.excepthook) == (None, before, hook)
-    assert capsys.readouterr().err == "jzero: no panel any more: closed\n"
-
-
-def test_a_display_that_fails_later_goes_for_good(panel, capsys, monkeypatch):
-    before, hook = slow_work._taken, sys.excepthook
+    before = None, slow_work._taken, sys.excepthook
     monkeypatch.setattr(panel, "_open", Broken)
     monkeypatch.setattr(panel_module, "PERIOD", 0.0)
     panel.step()
-    assert panel._done.wait(60.0)  # its thread has refreshed it
+    if late:
+        assert panel._done.wait(60.0)  # its thread has refreshed it
     with panel._lock:
-        shown = Shown.last
-        assert shown.events == ["stop False"]
-        assert (Panel._shown, slow_work._taken, sys.excepthook) == (None, before, hook)
+        assert opened[0].events == ["stop False"] * late
+        assert (Panel._shown, slow_work._taken, sys.excepthook) == before
     panel.step()
-    assert Shown.last is shown
-
-
-def test_a_closed_terminal_gives_the_streams_back(monkeypatch):
-    class Terminal(io.StringIO):
-        def flush(self):
-            if self.closed:
-                raise OSError("closed")
-
-    errors, terminal = io.StringIO(), Terminal()
-    monkeypatch.setattr(sys, "stderr", errors)
-    display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
-    sys.stderr.write("a line that has not ended")
-    terminal.close()
-    with pytest.raises((OSError, ValueError)):
-        display.stop(keep=False)
-    assert sys.stderr is errors
-    assert not display._live.is_started
+    assert len(opened) == 1
+    assert capsys.readouterr().err == "jzero: no panel any more: closed\n"
 
 
 def test_a_panel_is_idle_when_neither_script_nor_devices_work(panel, monkeypatch):
@@ -278,8 +239,15 @@ def test_a_panel_is_idle_when_neither_script_nor_devices_work(panel, monkeypatch
     assert not panel.is_idle()
 
 
-def test_what_is_printed_goes_above_a_display_and_later_past_it(monkeypatch):
-    terminal, errors = io.StringIO(), io.StringIO()
+def test_streams_with_a_display(monkeypatch):
+    """What is printed goes above it and later past it; a terminal that closes gives them back."""
+
+    class Closing(io.StringIO):
+        def flush(self):
+            if self.closed:
+                raise OSError("closed")
+
+    errors, terminal = io.StringIO(), Closing()
     monkeypatch.setattr(sys, "stderr", errors)
     display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
     kept = sys.stderr  # as a bar keeps it
@@ -289,6 +257,13 @@ def test_what_is_printed_goes_above_a_display_and_later_past_it(monkeypatch):
     assert sys.stderr is errors
     kept.write("\r 50%")
     assert errors.getvalue() == "\r 50%"
+    display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
+    sys.stderr.write("a line that has not ended")
+    terminal.close()
+    with pytest.raises((OSError, ValueError)):
+        display.stop(keep=False)
+    assert sys.stderr is errors
+    assert not display._live.is_started
 
 
 def test_a_bar_of_tqdm_is_seen():
@@ -300,30 +275,25 @@ def test_a_bar_of_tqdm_is_seen():
     assert not live.bar_of_script()
 
 
-@pytest.mark.parametrize(
-    ("kind", "auto", "always"),
-    [(live.PLAIN, False, True), (live.TERMINAL, True, True), (live.NOTEBOOK, True, True)],
-)
-def test_where_a_panel_is_shown(kind, auto, always, monkeypatch):
-    monkeypatch.setattr(live, "kind", lambda: kind)
-    assert [bool(live.opener(wanted)) for wanted in ("auto", True, False)] == [auto, always, False]
-
-
-def test_the_kinds_of_output(monkeypatch):
+def test_where_a_panel_is_shown(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
+    def check(kind, auto):
+        assert live.kind() == kind
+        assert [bool(live.opener(wanted)) for wanted in ("auto", True, False)] == [auto, True, False]
+
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert live.kind() == live.PLAIN
+    check(live.PLAIN, False)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert live.kind() == live.TERMINAL
+    check(live.TERMINAL, True)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert live.kind() == live.PLAIN  # a prompt
+    check(live.PLAIN, False)  # a prompt
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
-    assert live.kind() == live.NOTEBOOK
+    check(live.NOTEBOOK, True)
 
 
 def test_a_notebook_has_one_output_that_changes(monkeypatch):

@@ -5,26 +5,23 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
 SCRIPT_OF_STEPS = """
-    import jax, jax.numpy as jnp, numpy as np
+    import jax, numpy as np
     jax.config.update("jax_platforms", "cpu")
     import jzero
 
-    class Regression:
-        def init(self, rng):
-            return {"w": jnp.zeros((3,))}
-
-        def loss(self, params, batch, rng):
-            return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2)
+    from helpers.regression import Regression
 
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "steps_per_print": 2,
               "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
     engine, *_ = jzero.initialize(model=Regression(), config=config)
     for i in range(3):
-        engine.train_batch({"x": np.ones((8, 3), np.float32)})
+        engine.train_batch({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
         print(f"line {i} of the script")
 """
 
@@ -33,7 +30,7 @@ def run_in_terminal(program, typed=b""):
     """Run a program in a pseudo-terminal where somebody types ahead; return what it writes there."""
     terminal, its_end = os.openpty()
     program = [sys.executable, "-c", textwrap.dedent(program)]
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     child = subprocess.Popen(program, stdin=its_end, stdout=its_end, stderr=its_end, env=env)
     os.close(its_end)
     os.write(terminal, typed)

@@ -68,30 +68,40 @@ def test_a_built_module_starts_from_its_values():
         assert all(np.isfinite(x[...]).all() for x in values.values())
 
 
+class Outer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4, name="params")(x)
+
+
+@pytest.fixture(scope="module")
 def starts():
+    """The values of a module in every form in which they may start a run; the model; a kernel among them."""
     module, deep = nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5))
     flat = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn)
     stacked = jzero.from_flax(Deep)
-    bound = jzero.from_flax(linen.Dense(4), loss_fn, example_batch=BATCH)
-    variables = linen.Dense(4).init(jax.random.key(5), X)
-    pure = nnx.to_pure_dict(nnx.state(deep))
+    bound, nested = (jzero.from_flax(m, loss_fn, example_batch=BATCH) for m in (linen.Dense(4), Outer()))
+    variables, named_params = (m.init(jax.random.key(5), X) for m in (linen.Dense(4), Outer()))
+    step = {m: jzero.make_train_step(m, config(3), mesh=mesh()) for m in (flat, stacked, bound, nested)}
+    inner = named_params["params"]
     return {
-        "state": (flat, nnx.state(module), module.kernel[...]),
-        "module": (flat, module, module.kernel[...]),
-        "dict": (flat, nnx.to_pure_dict(nnx.state(module)), module.kernel[...]),
-        "stack": (stacked, nnx.state(deep), deep.first.kernel[...]),
-        "pure stack": (stacked, pure, deep.first.kernel[...]),
-        "variables": (bound, variables, variables["params"]["kernel"]),
-        "params": (bound, variables["params"], variables["params"]["kernel"]),
+        "state": (step[flat], nnx.state(module), module.kernel[...]),
+        "module": (step[flat], module, module.kernel[...]),
+        "dict": (step[flat], nnx.to_pure_dict(nnx.state(module)), module.kernel[...]),
+        "stack": (step[stacked], nnx.state(deep), deep.first.kernel[...]),
+        "pure stack": (step[stacked], nnx.to_pure_dict(nnx.state(deep)), deep.first.kernel[...]),
+        "variables": (step[bound], variables, variables["params"]["kernel"]),
+        "params": (step[bound], variables["params"], variables["params"]["kernel"]),
+        "variables of a submodule named params": (step[nested], named_params, inner["params"]["kernel"]),
+        "a submodule named params": (step[nested], inner, inner["params"]["kernel"]),
     }
 
 
-@pytest.mark.parametrize("kind", ["state", "module", "dict", "stack", "pure stack", "variables", "params"])
-def test_initialize_takes_params_of_every_kind(kind):
-    model, params, kernel = starts()[kind]
-    engine = jzero.initialize(model=model, config=config(3), params=params, mesh=mesh())[0]
-    mine = next(x for name, x in named(engine.state.params).items() if name.endswith("kernel") and "stack" not in name)
-    np.testing.assert_array_equal(mine, kernel)
+def test_a_run_starts_from_params_of_every_kind(starts):
+    for kind, (step, params, kernel) in starts.items():
+        found = named(step.init(jax.random.key(0), params).params)
+        mine = next(x for name, x in found.items() if name.endswith("kernel") and "stack" not in name)
+        np.testing.assert_array_equal(mine, kernel, err_msg=kind)
 
 
 def test_params_of_another_model_are_refused():
@@ -167,19 +177,6 @@ def test_parameters_may_be_numbers():
     state = step.init(jax.random.key(0), {"w": 2})
     assert state.params["w"].dtype == jnp.float32
     assert float(step.evaluate(state, BATCH)) == pytest.approx(2 * X.mean(), rel=1e-5)
-
-
-def test_linen_parameters_of_a_submodule_named_params():
-    class Outer(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(4, name="params")(x)
-
-    variables = Outer().init(jax.random.key(5), X)
-    step = jzero.make_train_step(jzero.from_flax(Outer(), loss_fn, example_batch=BATCH), config(), mesh=mesh())
-    for params in (variables, variables["params"]):
-        state = step.init(jax.random.key(0), params)
-        np.testing.assert_array_equal(state.params["params"]["kernel"], variables["params"]["params"]["kernel"])
 
 
 def test_gradients_may_return_the_state_that_moved():

@@ -1,10 +1,12 @@
 """The engine's training data: loaders, positions, what it refuses."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import ACCUM, FEATURES, TRAIN, UNIT, build, engine, parts, rows
+from helpers.engines import ACCUM, FEATURES, TRAIN, UNIT, build, parts, rows
 
 import jzero
 
@@ -28,10 +30,13 @@ def test_training_data():
         e.train_batch()
     assert e.global_samples == 12 * UNIT
     assert loader.position == {"epoch": 2, "samples": 0}
-    epochs = [numbers(loader) for _ in range(2)]
+    batches = [list(loader) for _ in range(2)]
+    epochs = [numbers(micro_batches) for micro_batches in batches]
     assert all(sorted(epoch[: 5 * UNIT]) == list(range(5 * UNIT)) for epoch in epochs)
     assert all(epoch[5 * UNIT :] == epoch[:UNIT] for epoch in epochs)
     assert epochs[0] != epochs[1]
+    placed = e.step_fn.place_micro_batch(batches[0][0])  # what the loader gives is not copied
+    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(batches[0][0]), strict=True))
 
 
 def test_the_position_is_the_engines():
@@ -59,13 +64,6 @@ def test_the_position_is_the_engines():
     assert len(set(losses)) == 5
 
 
-def test_what_the_loader_gives_is_not_copied():
-    e, _, loader, _ = build(training_data=rows(0))
-    micro_batch = next(iter(loader))
-    placed = e.step_fn.place_micro_batch(micro_batch)
-    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(micro_batch), strict=True))
-
-
 def test_training_data_as_samples():
     whole, one = rows(0, UNIT + 1), {"gradient_accumulation_steps": 1}
     samples = [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(UNIT + 1)]
@@ -79,7 +77,9 @@ def test_training_data_that_ends():
     """An iterator of samples, which no epoch follows; a user's own iterator of micro-batches stays possible."""
     whole = rows(0, TRAIN + 1)
     e, *_ = build(training_data=(jax.tree.map(lambda x, i=i: x[i], whole) for i in range(TRAIN + 1)))
-    e.train_batch(iter(parts(0)))
+    assert list(itertools.islice(jzero.RepeatingLoader([1, 2, 3]), 7)) == [1, 2, 3, 1, 2, 3, 1]
+    e.train_batch(jzero.RepeatingLoader(parts(0, 2)))
+    assert e.micro_steps == ACCUM
     e.train_batch()
     e.train_batch()
     with pytest.raises(jzero.ConfigError, match=r"ended after 0 of 3 micro-batches.*give a function that makes one"):
@@ -99,11 +99,3 @@ def test_training_data_that_ends():
 def test_bad_training_data(data, words):
     with pytest.raises(jzero.ConfigError, match=words):
         build(training_data=data, more={"dataloader_drop_last": True})
-
-
-def test_repeating_loader():
-    loader = jzero.RepeatingLoader([1, 2, 3])
-    assert [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
-    e = engine()
-    e.train_batch(jzero.RepeatingLoader(parts(0, 2)))
-    assert e.micro_steps == ACCUM

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.report_sections import section
 
 import jzero
 from jzero.planner.state_bytes import state_bytes
@@ -38,12 +39,6 @@ def report_of(model, data=1, optimizer=None, **changes):
     return step, jzero.report(step)
 
 
-def section(text, title):
-    """A section's lines with their folds undone; [] if it is not there."""
-    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
-    return re.sub(r"\n    +", " ", found[1]).splitlines() if found else []
-
-
 def rows(text, title):
     """A table's rows as {first cell: the other cells}."""
     cells = [re.split(r"\s{2,}", line.strip()) for line in section(text, title)[2:]]
@@ -53,24 +48,46 @@ def rows(text, title):
 def test_head():
     _, text = report_of(llama(), data=2)
     head = " ".join(section(text, "jzero run report"))
-    assert "LlamaConfig(num_layers=3, d_model=64" in head
-    assert "8 x cpu = pipe 1 x data 2 x zero 4" in head
-    assert "64 = 4 per device x 2 accumulation x 8 replicas (train_batch_size = 64: inferred)" in head
-    assert "bf16: masters float32, gradients reduced in bfloat16 and accumulated in float32" in head
+    for words in (
+        "LlamaConfig(num_layers=3, d_model=64",
+        "8 x cpu = pipe 1 x data 2 x zero 4",
+        "64 = 4 per device x 2 accumulation x 8 replicas (train_batch_size = 64: inferred)",
+        "bf16: masters float32, gradients reduced in bfloat16 and accumulated in float32",
+    ):
+        assert words in head
 
 
 @pytest.mark.parametrize(
-    ("stage", "says"),
+    ("model", "stage", "says"),
     [
-        (0, "stage 0: parameters replicated, gradients all-reduced once a step"),
-        (1, "stage 1: parameters gathered once a step, gradients reduce-scattered once a step"),
-        (2, "stage 2: parameters gathered once a step, gradients reduce-scattered every micro-batch"),
-        (3, "stage 3: parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
+        (llama, 0, "stage 0: parameters replicated, gradients all-reduced once a step"),
+        (llama, 1, "stage 1: parameters gathered once a step, gradients reduce-scattered once a step"),
+        (llama, 2, "stage 2: parameters gathered once a step, gradients reduce-scattered every micro-batch"),
+        (llama, 3, "stage 3: parameters gathered layer by layer, gradients reduce-scattered every micro-batch"),
+        (mlp, 3, "stage 3: parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
     ],
 )
-def test_stage(stage, says):
-    head = " ".join(section(report_of(mlp(), zero_optimization={"stage": stage})[1], "jzero run report"))
-    assert says in re.sub(r" +", " ", head)
+def test_stage_and_model_state(model, stage, says):
+    step, text = report_of(model(), zero_optimization=CONFIG["zero_optimization"] | {"stage": stage})
+    assert says in re.sub(r" +", " ", " ".join(section(text, "jzero run report")))
+    found, table = state_bytes(step), rows(text, "Model state per device")
+    formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["total inside the step"][1])
+    for printed, n_bytes in (
+        (table["masters, float32"][0], found.masters),
+        (table["optimizer state"][0], found.optimizer),
+        (table["total between steps"][0], found.persistent),
+        (table["parameters, bfloat16"][0], found.parameters),
+        (table["gradients, float32"][0], found.gradients),
+        (table["total inside the step"][0], found.total),
+        (formula[1], found.formula),
+    ):
+        number, unit = printed.split()
+        assert float(number) * 1024 ** ["B", "KiB", "MiB"].index(unit) == pytest.approx(n_bytes, rel=0.01)
+
+
+def test_fp32_parameters_are_the_masters():
+    table = rows(report_of(mlp(), bf16=None, zero_optimization={"stage": 0})[1], "Model state per device")
+    assert table["parameters, float32"] == ["0 B", "equal to the masters"]
 
 
 def test_layout_groups_leaves():
@@ -110,89 +127,80 @@ def test_layout_of_many_layers_is_short():
     }
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_both_parts_of_the_model_state(stage):
-    step, text = report_of(llama(), zero_optimization={"stage": stage})
-    found, table = state_bytes(step), rows(text, "Model state per device")
-
-    def is_close(printed, n_bytes):
-        number, unit = printed.split()
-        return float(number) * 1024 ** ["B", "KiB", "MiB"].index(unit) == pytest.approx(n_bytes, rel=0.01)
-
-    assert is_close(table["masters, float32"][0], found.masters)
-    assert is_close(table["optimizer state"][0], found.optimizer)
-    assert is_close(table["total between steps"][0], found.persistent)
-    assert is_close(table["parameters, bfloat16"][0], found.parameters)
-    assert is_close(table["gradients, float32"][0], found.gradients)
-    assert is_close(table["total inside the step"][0], found.total)
-    formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["total inside the step"][1])
-    assert is_close(formula[1], found.formula)
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
+FULL = {"policy": "full"}
 
 
-def test_fp32_parameters_are_the_masters():
-    table = rows(report_of(llama(), bf16=None, zero_optimization={"stage": 0})[1], "Model state per device")
-    assert table["parameters, float32"] == ["0 B", "equal to the masters"]
-
-
-def test_effective_defaults():
-    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
-    _, text = report_of(llama(), scheduler=scheduler)
-    lines = section(text, "In effect")
-    for says in (
-        r"gradient_clipping 1: by global norm",
-        r"a step whose gradient is not finite is skipped",
-        r"optimizer Adam: lr 0.001",
-        r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
-        r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
-        r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
-        r"layer stack: 3 layers, unrolled; activation checkpointing none",
-        r"attention kernel xla \(attention='auto', bfloat16\)",
-    ):
-        assert any(re.search(says, line) for line in lines), (says, lines)
-
-
-def test_what_is_off_is_said_to_be_off():
-    unchecked = {"enabled": True, "check_grad_overflow": False}
-    lines = section(report_of(mlp(), gradient_clipping=0, bf16=unchecked)[1], "In effect")
-    assert "  - gradient_clipping 0: off" in lines
-    assert any("check_grad_overflow false" in line for line in lines)
-    assert not any("skipped" in line for line in lines)
-
-
-def test_fp16_loss_scale():
-    lines = section(report_of(mlp(), bf16=None, fp16={"enabled": True})[1], "In effect")
-    assert "  - loss scale dynamic, from 65536" in lines
-    lines = section(report_of(mlp(), bf16=None, fp16={"enabled": True, "loss_scale": 1})[1], "In effect")
-    assert "  - loss scale 1, static" in lines
-
-
-@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
-def test_attention_kernel(kernel):
-    lines = section(report_of(llama(attention=kernel))[1], "In effect")
-    assert f"  - attention kernel {kernel} (attention='{kernel}', bfloat16)" in lines
+@pytest.mark.parametrize(
+    ("model", "changes", "says", "never"),
+    [
+        (
+            llama,
+            {"scheduler": WARMUP},
+            [
+                r"gradient_clipping 1: by global norm",
+                r"a step whose gradient is not finite is skipped",
+                r"optimizer Adam: lr 0.001",
+                r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
+                r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
+                r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
+                r"layer stack: 3 layers, unrolled; activation checkpointing none",
+                r"attention kernel xla \(attention='auto', bfloat16\)",
+            ],
+            "Fallbacks",
+        ),
+        (
+            mlp,
+            {"gradient_clipping": 0, "bf16": {"enabled": True, "check_grad_overflow": False}},
+            [r"^  - gradient_clipping 0: off$", "check_grad_overflow false"],
+            "skipped|activation checkpointing",
+        ),
+        (mlp, {"bf16": None, "fp16": {"enabled": True}}, [r"^  - loss scale dynamic, from 65536$"], "static"),
+        (mlp, {"bf16": None, "fp16": {"enabled": True, "loss_scale": 1}}, [r"^  - loss scale 1, static$"], "dynamic"),
+        (
+            lambda: llama(attention="cudnn"),
+            {},
+            [r"^  - attention kernel cudnn \(attention='cudnn', bfloat16\)$"],
+            "kernel xla",
+        ),
+        (
+            mlp,
+            {"gradient_allreduce_op": "SUM"},
+            ["gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas"],
+            "checkpointing",
+        ),
+        (mlp, {"activation_checkpointing": FULL}, ["- activation checkpointing full$"], "host memory"),
+        (
+            mlp,
+            {"activation_checkpointing": {**FULL, "cpu_checkpointing": True}},
+            ["- activation checkpointing full, kept in host memory$"],
+            "checkpointing none",
+        ),
+    ],
+    ids=["defaults", "off", "fp16", "static scale", "cudnn", "sum", "remat", "remat on the host"],
+)
+def test_what_is_in_effect(model, changes, says, never):
+    lines = section(report_of(model(), **changes)[1], "In effect")
+    for words in says:
+        assert any(re.search(words, line) for line in lines), (words, lines)
+    assert not any(re.search(never, line) for line in lines)
 
 
 def test_every_flax_wrapper_forwards_the_models_notes():
-    class Plain(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
-
+    class Plain(nnx.Linear):
         def report_notes(self, dtype):
             return [f"plain in {dtype}"]
 
-    class Flat(linen.Module):
+    class Flat(linen.Dense):
         def report_notes(self, dtype):
             return [f"flat in {dtype}"]
 
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(8)(x)
-
     def loss(module, batch):
-        return jnp.mean(getattr(module, "linear", module)(batch) ** 2)
+        return jnp.mean(module(batch) ** 2)
 
-    assert "plain in bfloat16" in report_of(jzero.from_flax(Plain, loss))[1]
-    assert "flat in bfloat16" in report_of(jzero.from_flax(Flat(), loss, example_batch=jnp.zeros((4, 8))))[1]
+    plain = jzero.from_flax(lambda rngs: Plain(8, 8, rngs=rngs), loss)
+    assert "plain in bfloat16" in report_of(plain)[1]
+    assert "flat in bfloat16" in report_of(jzero.from_flax(Flat(8), loss, example_batch=jnp.zeros((4, 8))))[1]
 
 
 def test_replaced_keys():
@@ -206,17 +214,11 @@ def test_replaced_keys():
 
 
 def test_fallbacks():
-    stage1 = {"zero_optimization": {"stage": 1}}
-    lines = section(report_of(mlp(), activation_checkpointing={"policy": "full"}, **stage1)[1], "Fallbacks")
+    _, text = report_of(mlp(), activation_checkpointing=FULL, zero_optimization={"stage": 1})
+    lines = section(text, "Fallbacks")
     assert "  - replicated, no dimension of (10,) is a multiple of 8: fc2/bias" in lines
     assert any("no layer stack" in line for line in lines)
-    for there in (True, False):
-        remat = {"policy": "full", "cpu_checkpointing": there}
-        lines = section(report_of(mlp(), activation_checkpointing=remat, **stage1)[1], "In effect")
-        assert "  - activation checkpointing full" + ", kept in host memory" * there in lines
-    assert not any("checkpointing" in line for line in section(report_of(mlp())[1], "In effect"))
-    _, text = report_of(llama())
-    assert section(text, "Fallbacks") == []
+    assert section(report_of(llama())[1], "Fallbacks") == []
     _, text = report_of(llama(), optimizer=optax.sgd(0.1))
     assert "  - optimizer section (Adam) not used: an optimizer was passed in" in section(text, "Fallbacks")
     assert "adam_w_mode" not in text
@@ -249,11 +251,6 @@ def test_fits_a_chat():
         assert not re.search(r"[ \t]$", text, re.M)
 
 
-def test_a_sum_of_gradients_is_said():
-    lines = section(report_of(mlp(), gradient_allreduce_op="SUM", zero_optimization={"stage": 3})[1], "In effect")
-    assert "  - gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas" in lines
-
-
 def test_auto_is_said():
     _, text = report_of(
         mlp(), bf16={"enabled": "auto"}, fp16={"loss_scale": "auto"}, steps_per_print="auto",
@@ -270,9 +267,12 @@ def test_auto_is_said():
 
 def test_a_schedule_is_printed_with_its_values():
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000, "warmup_max_lr": None}}
-    step, _ = report_of(mlp(), scheduler=scheduler)
-    assert repr(step.setup.optimizer.schedule) == (
-        "WarmupDecayLR(total_num_steps=2000, warmup_min_lr=0.0, warmup_num_steps=1000, warmup_type='log', "
-        "last_batch_iteration=-1, warmup_max_lr=0.001)"
-    )
-    assert repr(report_of(mlp())[0].setup.optimizer.schedule) == "constant(lr=0.001)"
+    for given, shown in (
+        (
+            scheduler,
+            "WarmupDecayLR(total_num_steps=2000, warmup_min_lr=0.0, warmup_num_steps=1000, warmup_type='log', "
+            "last_batch_iteration=-1, warmup_max_lr=0.001)",
+        ),
+        (None, "constant(lr=0.001)"),
+    ):
+        assert repr(report_of(mlp(), scheduler=given)[0].setup.optimizer.schedule) == shown

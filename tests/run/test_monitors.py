@@ -6,28 +6,12 @@ import struct
 import sys
 import types
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.regression import CONFIG, Regression
 
 import jzero
 from jzero.run import monitors
-
-
-class Regression:
-    """A linear model; the loss also gives its largest error."""
-
-    has_aux = True
-
-    def init(self, rng):
-        return {"w": jnp.zeros((3,))}
-
-    def loss(self, params, batch, rng):
-        errors = batch["x"] @ params["w"] - batch["y"]
-        return jnp.mean(errors**2), {"worst": jnp.max(jnp.abs(errors))}
-
-
-CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
 
 
 def train(steps=5, **sections):
@@ -55,10 +39,6 @@ def train(steps=5, **sections):
 
 def files(tmp_path):
     return {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-
-
-def finish(engine):
-    engine._observers.close()
 
 
 def read_csv(directory):
@@ -90,7 +70,7 @@ def read_tensorboard(directory):
 def test_files_contain_the_metrics_of_every_step(tmp_path, precision):
     sections = {name: files(tmp_path / name) for name in ("csv_monitor", "jsonl_monitor", "tensorboard")}
     engine, expected = train(**sections, **precision)
-    finish(engine)
+    engine._observers.close()
     assert {"Train/Samples/train_loss", "Train/Samples/worst", "Train/Samples/eval_worst"} <= set(expected)
     assert read_csv(tmp_path / "csv_monitor" / "run") == expected
     assert read_tensorboard(tmp_path / "tensorboard" / "run") == expected
@@ -105,64 +85,14 @@ def test_files_contain_the_metrics_of_every_step(tmp_path, precision):
     assert found == expected
 
 
-def test_a_step_is_written_once_it_has_ended(tmp_path):
-    """Without another step, and without an end of the run."""
-    engine, expected = train(steps=2, csv_monitor=files(tmp_path))
-    engine._observers.waiter.settle()
-    assert read_csv(tmp_path / "run") == expected
-
-
-def test_a_resumed_run_continues_its_files(tmp_path):
-    for _ in range(2):
-        finish(train(steps=1, csv_monitor=files(tmp_path))[0])
-    assert [len(rows) for rows in read_csv(tmp_path / "run").values()] == [2, 2, 2, 2]
-
-
 def test_times_of_a_breakdown(tmp_path):
     engine, _ = train(steps=4, csv_monitor=files(tmp_path), wall_clock_breakdown=True, steps_per_print=2)
-    finish(engine)
+    engine._observers.close()
     found = read_csv(tmp_path / "run")
     parts = {name.rpartition("_")[2]: rows for name, rows in found.items() if "elapsed_time_ms" in name}
     assert [samples for samples, _ in parts["step"]] == [16, 32]
     for samples, spent in parts.pop("step"):
         assert spent == pytest.approx(sum(dict(rows).get(samples, 0) for rows in parts.values()))
-
-
-class Service:
-    """Stands for the run of a service and records what it is told."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *args, **keywords: self.calls.append((name, args, keywords))
-
-
-def test_weights_and_biases(monkeypatch):
-    run, started = Service(), {}
-    fake = types.SimpleNamespace(init=lambda **keywords: started.update(keywords) or run)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
-    engine, expected = train(steps=2, wandb={"enabled": True, "project": "p", "team": "t"})
-    finish(engine)
-    assert started == {"project": "p", "group": None, "entity": "t"}
-    assert [(name, keywords) for name, _, keywords in run.calls] == [
-        ("log", {"step": 8}), ("log", {"step": 16}), ("finish", {}),
-    ]  # fmt: skip
-    assert run.calls[0][1][0]["Train/Samples/train_loss"] == expected["Train/Samples/train_loss"][0][1]
-
-
-def test_comet_takes_a_value_every_so_many_samples(monkeypatch):
-    experiment, started = Service(), {}
-    fake = types.SimpleNamespace(start=lambda **keywords: started.update(keywords) or experiment)
-    monkeypatch.setitem(sys.modules, "comet_ml", fake)
-    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
-    section = {"enabled": True, "samples_log_interval": 16, "online": False, "experiment_name": "n"}
-    finish(train(steps=5, comet=section)[0])
-    assert started["online"] is False
-    assert experiment.calls[0] == ("set_name", ("n",), {})
-    losses = [keywords for name, args, keywords in experiment.calls if args[:1] == ("Train/Samples/train_loss",)]
-    assert losses == [{"step": 8}, {"step": 24}, {"step": 40}]
 
 
 def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
@@ -172,33 +102,81 @@ def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(monitors.CsvFiles, "write", full)
     sections = {"csv_monitor": files(tmp_path / "csv"), "jsonl_monitor": files(tmp_path / "lines")}
     with pytest.warns(RuntimeWarning, match="csv_monitor: no more curves from this run: OSError: No space left"):
-        finish(train(steps=3, **sections)[0])  # it waits for the thread that writes
+        train(steps=3, **sections)[0]._observers.close()  # it waits for the thread that writes
     assert len((tmp_path / "lines/run/metrics.jsonl").read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize(
-    ("section", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("comet", "comet_ml")]
-)
-def test_a_missing_package_names_its_extra(monkeypatch, section, package):
-    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        jzero.ConfigError,
-        match=rf"{section}.enabled = true: the package {package} .*; pip install -e '.*\[{section}\]'",
-    ):
-        train(**{section: {"enabled": True}})
+def test_a_step_is_written_once_it_has_ended_and_a_resumed_run_continues(tmp_path):
+    """Without another step, and without an end of the run."""
+    engine, expected = train(steps=2, csv_monitor=files(tmp_path))
+    engine._observers.waiter.settle()
+    assert read_csv(tmp_path / "run") == expected
+    for _ in range(2):
+        engine._observers.close()
+        engine, _ = train(steps=1, csv_monitor=files(tmp_path))
+    engine._observers.close()
+    assert [len(rows) for rows in read_csv(tmp_path / "run").values()] == [4, 4, 4, 4]
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(jzero.ConfigError, match=r"csv_monitor.output_path, .*file is not a writable directory"):
-        train(csv_monitor=files(tmp_path / "file"))
+@pytest.fixture
+def service(monkeypatch):
+    """Stands for wandb and Comet: records how a run was started, and what it is told."""
+    started, calls = {}, []
 
+    class Run:
+        def __getattr__(self, name):
+            return lambda *args, **keywords: calls.append((name, args, keywords))
 
-def test_a_service_that_refuses(monkeypatch):
-    def refuse(**_):
-        raise RuntimeError("no API key")
+    def begin(**keywords):
+        started.update(keywords)
+        return Run()
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    for name in ("wandb", "comet_ml"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=begin, start=begin))
     monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(jzero.ConfigError, match="wandb: RuntimeError: no API key"):
-        train(wandb={"enabled": True})
+    return started, calls
+
+
+def test_weights_and_biases(service):
+    started, calls = service
+    engine, expected = train(steps=2, wandb={"enabled": True, "project": "p", "team": "t"})
+    engine._observers.close()
+    assert started == {"project": "p", "group": None, "entity": "t"}
+    assert [(name, keywords) for name, _, keywords in calls] == [
+        ("log", {"step": 8}), ("log", {"step": 16}), ("finish", {}),
+    ]  # fmt: skip
+    assert calls[0][1][0]["Train/Samples/train_loss"] == expected["Train/Samples/train_loss"][0][1]
+
+
+def test_comet_takes_a_value_every_so_many_samples(service):
+    started, calls = service
+    section = {"enabled": True, "samples_log_interval": 16, "online": False, "experiment_name": "n"}
+    train(steps=5, comet=section)[0]._observers.close()
+    assert started["online"] is False
+    assert calls[0] == ("set_name", ("n",), {})
+    losses = [keywords for _, args, keywords in calls if args[:1] == ("Train/Samples/train_loss",)]
+    assert losses == [{"step": 8}, {"step": 24}, {"step": 40}]
+
+
+def refuse(**_):
+    raise RuntimeError("no API key")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("tensorboard", r"tensorboard.enabled = true: the package tensorboardX .*; pip install -e '.*\[tensorboard\]'"),
+        ("wandb", r"wandb.enabled = true: the package wandb .*; pip install -e '.*\[wandb\]'"),
+        ("comet", r"comet.enabled = true: the package comet_ml .*; pip install -e '.*\[comet\]'"),
+        ("wandb", "wandb: RuntimeError: no API key"),
+        ("csv_monitor", r"csv_monitor.output_path, .*file is not a writable directory"),
+    ],
+)
+def test_what_a_monitor_refuses(section, words, tmp_path, monkeypatch):
+    there = "API" in words
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name if there else None)
+    (tmp_path / "file").write_text("")
+    more = files(tmp_path / "file") if section == "csv_monitor" else {"enabled": True}
+    with pytest.raises(jzero.ConfigError, match=words):
+        train(**{section: more})

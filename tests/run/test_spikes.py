@@ -75,16 +75,13 @@ def test_a_spike_is_reported_and_skipped(action, capsys):
 
 
 def test_a_new_level_becomes_the_median(capsys):
-    engine = engine_of(capsys, action="skip")
-    for i in range(40):
-        engine.train_batch(batch(SLOPES[i]))
-    for i in range(30):
-        engine.train_batch(batch(3 + SLOPES[i]))
-    skipped = engine.skipped_steps
-    assert 15 <= skipped <= 25  # until half of the window is on the new level
-    for i in range(10):
-        engine.train_batch(batch(3 + SLOPES[i]))
-    assert engine.skipped_steps == skipped
+    engine, skipped = engine_of(capsys, action="skip"), []
+    for i in range(80):
+        engine.train_batch(batch(SLOPES[i % 40] + 3 * (i >= 40)))
+        skipped.append(engine.skipped_steps)
+    assert 15 <= skipped[69] <= 25  # until half of the window is on the new level
+    assert skipped[39] == 0
+    assert skipped[79] == skipped[69]
 
 
 def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
@@ -98,6 +95,5 @@ def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
 def test_the_limit_does_not_move_with_one_outlier():
     calm = list(SLOPES)
     assert spike_threshold([*calm, 1e6], 6) == pytest.approx(spike_threshold(calm, 6), rel=0.05)
-    assert spike_threshold([2.0] * 30, 6) == pytest.approx(
-        2.12
-    )  # values that do not change: six times a hundredth of the median
+    # Values that do not change: six times a hundredth of the median.
+    assert spike_threshold([2.0] * 30, 6) == pytest.approx(2.12)

@@ -6,34 +6,18 @@ import os
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.regression import CONFIG, Regression
 
 import jzero
 from jzero import ledger
 from jzero.distributed import preemption
-from jzero.events import EvaluationGiven, Moment
 from jzero.ledger import writer
 from jzero.ledger.read import records_of
 from jzero.plots.history import read_run
 
-
-class Regression:
-    """A linear model; the loss also gives its largest error."""
-
-    has_aux = True
-
-    def init(self, rng):
-        return {"w": jnp.zeros((3,))}
-
-    def loss(self, params, batch, rng):
-        errors = batch["x"] @ params["w"] - batch["y"]
-        return jnp.mean(errors**2), {"worst": jnp.max(jnp.abs(errors))}
-
-
 ROWS = 44
-CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +59,6 @@ def train(engine, steps):
     return found
 
 
-def end(engine):
-    engine._observers.close()
-
-
 def check_steps(run, expected):
     assert list(run.steps) == sorted(expected)
     for number, (metrics, rows) in expected.items():
@@ -100,7 +80,7 @@ def test_records_are_what_the_run_did(tmp_path):
     evaluated = {name: float(x) for name, x in engine.eval_metrics.items()}
     expected |= train(engine, 4)  # into the second epoch
     assert f"\n  {ledger.read(home).goodput}\n" in str(engine._observers.summary())
-    end(engine)
+    engine._observers.close()
     run = ledger.read(home)
     check_steps(run, expected)
     assert not (other / "ledger.jsonl").exists()
@@ -133,9 +113,9 @@ def test_two_resumes_on_other_meshes(tmp_path):
         expected |= train(engine, steps - 2)
         engine.save_checkpoint().wait()
         lost |= train(engine, 2)
-        end(engine)
+        engine._observers.close()
     engine = start(tmp_path, 2, resume=tmp_path)
-    end(engine)  # a start without a step: what it would repeat no longer counts
+    engine._observers.close()  # a start without a step: what it would repeat no longer counts
     run = ledger.read(tmp_path)
     check_steps(run, expected)
     assert sorted(lost) == [4, 5, 6, 7, 9, 10]
@@ -144,22 +124,17 @@ def test_two_resumes_on_other_meshes(tmp_path):
     assert run.goodput.lost["repeated steps"] > 0
 
 
-def test_a_run_that_does_not_resume_is_a_new_one(tmp_path):
-    for steps in (4, 2):
-        engine = start(tmp_path)
-        expected = train(engine, steps)
-        end(engine)
-    check_steps(ledger.read(tmp_path), expected)
-
-
-def test_load_checkpoint_in_a_run(tmp_path):
+def test_a_run_that_does_not_resume_is_a_new_one_which_may_load_a_checkpoint(tmp_path):
+    engine = start(tmp_path)
+    train(engine, 6)
+    engine._observers.close()
     engine = start(tmp_path)
     expected = train(engine, 2)
     engine.save_checkpoint().wait()
     train(engine, 2)
     engine.load_checkpoint()
     expected |= train(engine, 1)
-    end(engine)
+    engine._observers.close()
     check_steps(ledger.read(tmp_path), expected)
 
 
@@ -176,7 +151,7 @@ def test_rows(tmp_path, case):
             expected[engine.global_steps] = np.asarray(batch["row"])
     else:
         expected = {number: seen for number, (_, seen) in train(engine, 5 if case == "no length" else 7).items()}
-    end(engine)
+    engine._observers.close()
     run = ledger.read(tmp_path)
     assert list(run.steps) == list(expected)
     for number, seen in expected.items():
@@ -189,7 +164,7 @@ def test_rows_that_a_ledger_does_not_know(tmp_path):
     engine.train_batch()
     engine.training_dataloader.seek({"epoch": 0, "samples": 24})
     engine.train_batch()
-    end(engine)
+    engine._observers.close()
     run = ledger.read(tmp_path)
     with pytest.raises(jzero.ConfigError, match="step 1: its batch did not come from training_data"):
         run.rows(1)
@@ -205,7 +180,7 @@ def test_rows_that_a_ledger_does_not_know(tmp_path):
 def test_a_torn_line_is_skipped_and_continued(tmp_path):
     engine = start(tmp_path)
     expected = train(engine, 3)
-    end(engine)
+    engine._observers.close()
     file = tmp_path / "ledger.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     steps = [i for i, line in enumerate(lines) if '"kind": "step"' in line]
@@ -213,28 +188,30 @@ def test_a_torn_line_is_skipped_and_continued(tmp_path):
     assert list(ledger.read(tmp_path).steps) == [1, 2]
     engine = start(tmp_path, resume=tmp_path)  # no checkpoint: from step 0, in the same run
     again = train(engine, 3)
-    end(engine)
+    engine._observers.close()
     assert {number: metrics for number, (metrics, _) in again.items()} == {n: m for n, (m, _) in expected.items()}
     check_steps(ledger.read(tmp_path), expected)
     assert len(ledger.read(tmp_path).of("step")) == 5
 
 
-def test_what_is_no_record_is_skipped():
-    lines = ['{"kind": "later", "time": 1}', '{"kind": "step", "time": 1}', "[1]", "\x00", '{"kind": []}', "{}"]
-    assert list(records_of(lines)) == []
-
-
-def test_no_ledger_is_an_error(tmp_path):
-    with pytest.raises(jzero.ConfigError, match=r"ledger.jsonl: No such file .* names checkpoint.dir"):
-        ledger.read(tmp_path)
-
-
-def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path):
-    (tmp_path / "ledger.jsonl").mkdir()
-    with pytest.warns(RuntimeWarning, match=r"ledger.jsonl: no records of this run: .*directory"):
+@pytest.mark.parametrize("there", ["a directory", "a link"])
+def test_a_ledger_that_cannot_be_written_is_a_warning(tmp_path, there):
+    """And no link is followed."""
+    file, theirs = tmp_path / "ledger.jsonl", tmp_path / "theirs"
+    theirs.write_text("theirs")
+    file.mkdir() if there == "a directory" else file.symlink_to(theirs)
+    with pytest.warns(RuntimeWarning, match=r"ledger.jsonl: no records of this run: "):
         engine = start(tmp_path)
     assert len(train(engine, 2)) == 2
     engine.save_checkpoint().wait()
+    assert theirs.read_text() == "theirs"
+
+
+def test_what_is_no_record_is_skipped_and_no_ledger_is_an_error(tmp_path):
+    lines = ['{"kind": "later", "time": 1}', '{"kind": "step", "time": 1}', "[1]", "\x00", '{"kind": []}', "{}"]
+    assert list(records_of(lines)) == []
+    with pytest.raises(jzero.ConfigError, match=r"ledger.jsonl: No such file .* names checkpoint.dir"):
+        ledger.read(tmp_path)
 
 
 def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
@@ -248,7 +225,7 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
 
     def rest():
         assert len(train(engine, 2)) == 2
-        end(engine)
+        engine._observers.close()
 
     monkeypatch.setattr(writer.os, "write", full)
     with pytest.warns(RuntimeWarning, match=r"ledger.jsonl: no more records from this run: .*No space left"):
@@ -287,17 +264,6 @@ def test_a_record_that_fails_does_not_end_the_records(tmp_path):
     assert (tmp_path / "ledger.jsonl").read_text() == '{"n": 1}\n'
 
 
-def test_metrics_that_are_deleted(tmp_path):
-    engine = start(tmp_path)
-    expected, deleted = train(engine, 1), jnp.zeros(())
-    deleted.delete()
-    engine._observers.emit(EvaluationGiven(1, 8, {"loss": deleted}, Moment(0.0, {})))
-    expected |= train(engine, 1)
-    end(engine)
-    check_steps(ledger.read(tmp_path), expected)
-    assert ledger.read(tmp_path).of("evaluation") == []
-
-
 def test_metrics_that_are_not_finite(tmp_path):
     """Standard JSON has no such numbers, so other programs refuse a line that contains them."""
 
@@ -315,11 +281,3 @@ def test_metrics_that_are_not_finite(tmp_path):
     first = ledger.read(tmp_path).steps[1]
     assert np.isnan(first.metrics["loss"])
     assert np.isnan(read_run(tmp_path / "curves").curves["loss"].value[0])
-
-
-def test_a_link_is_not_followed(tmp_path):
-    (tmp_path / "theirs").write_text("theirs")
-    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "theirs")
-    with pytest.warns(RuntimeWarning, match="no records of this run"):
-        train(start(tmp_path), 1)
-    assert (tmp_path / "theirs").read_text() == "theirs"

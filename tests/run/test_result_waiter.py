@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jzero.run import result_waiter as follower_module
+from jzero.run import result_waiter
 from jzero.run.clock import DEVICE, EVALUATION
 from jzero.run.result_waiter import ResultWaiter
 
@@ -27,47 +27,47 @@ class Waits:
 
 
 def test_results_come_in_the_order_of_the_devices():
-    follower, found, metric = ResultWaiter(), [], Waits(0.5)
-    follower.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
-    follower.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), follower.begin(DEVICE))
-    follower.give(None, lambda values, end: found.append(values))
-    assert follower.busy()
+    waiter, found, metric = ResultWaiter(), [], Waits(0.5)
+    waiter.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
+    waiter.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), waiter.begin(DEVICE))
+    waiter.give(None, lambda values, end: found.append(values))
+    assert waiter.busy()
     metric.there.set()
-    follower.close()
+    waiter.close()
     assert found == [2.0, 0.5, None]
-    assert not follower.busy()
+    assert not waiter.busy()
 
 
 def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
     """A step and an evaluation, given at once: the devices run one after the other."""
     now, step, evaluation = [0.0], Waits(1.0), Waits(2.0)
-    monkeypatch.setattr(follower_module.time, "perf_counter", lambda: now[0])
-    follower, ended = ResultWaiter(), queue.SimpleQueue()
+    monkeypatch.setattr(result_waiter.time, "perf_counter", lambda: now[0])
+    waiter, ended = ResultWaiter(), queue.SimpleQueue()
     now[0] = 10.0
-    follower.give(step, lambda values, end: ended.put(end), follower.begin(DEVICE))
-    follower.give(evaluation, lambda values, end: ended.put(end), follower.begin(EVALUATION))
-    assert follower.worked(8.0, 11.0) == {DEVICE: 1.0}
+    waiter.give(step, lambda values, end: ended.put(end), waiter.begin(DEVICE))
+    waiter.give(evaluation, lambda values, end: ended.put(end), waiter.begin(EVALUATION))
+    assert waiter.worked(8.0, 11.0) == {DEVICE: 1.0}
     now[0] = 13.0
     step.there.set()
     assert ended.get(timeout=60) == 13.0
-    assert follower.worked(11.0, 14.0) == {DEVICE: 2.0, EVALUATION: 1.0}
+    assert waiter.worked(11.0, 14.0) == {DEVICE: 2.0, EVALUATION: 1.0}
     now[0] = 15.0
     evaluation.there.set()
     assert ended.get(timeout=60) == 15.0
-    assert follower.worked(14.0, 17.0) == {EVALUATION: 1.0}
-    assert follower.worked(17.0, 18.0) == {}
-    follower.close()
+    assert waiter.worked(14.0, 17.0) == {EVALUATION: 1.0}
+    assert waiter.worked(17.0, 18.0) == {}
+    waiter.close()
 
 
 def test_a_result_that_fails_ends_nothing():
-    follower, found = ResultWaiter(), []
+    waiter, found = ResultWaiter(), []
     deleted = jnp.ones(2)
     deleted.delete()
-    follower.give({"loss": deleted}, lambda values, end: found.append(values), follower.begin(DEVICE))
-    follower.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
-    follower.close()
+    waiter.give({"loss": deleted}, lambda values, end: found.append(values), waiter.begin(DEVICE))
+    waiter.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
+    waiter.close()
     assert found == [3.0]
-    assert not follower.busy()
+    assert not waiter.busy()
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
@@ -76,11 +76,11 @@ def test_what_shows_a_step_and_fails_ends_nothing(error):
         raise error("no")
 
     def follow():
-        follower.give(1.0, fail)
-        follower.give(1.0, lambda values, end: found.append(values))
-        follower.close()
+        waiter.give(1.0, fail)
+        waiter.give(1.0, lambda values, end: found.append(values))
+        waiter.close()
 
-    follower, found = ResultWaiter(), []
+    waiter, found = ResultWaiter(), []
     with pytest.warns(RuntimeWarning, match=f"a step is not shown or recorded: {error.__name__}: no"):
         follow()
     assert found == [1.0]
@@ -88,14 +88,14 @@ def test_what_shows_a_step_and_fails_ends_nothing(error):
 
 def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
     """As after the death of a peer, whose collective never completes."""
-    monkeypatch.setattr(follower_module, "_limit", lambda: 0.2)
-    follower, never = ResultWaiter(), Waits(0.0)
-    follower.give(never)
-    follower.settle()
+    monkeypatch.setattr(result_waiter, "_limit", lambda: 0.2)
+    waiter, never = ResultWaiter(), Waits(0.0)
+    waiter.give(never)
+    waiter.settle()
     began = time.monotonic()
-    monkeypatch.setattr(follower_module, "_limit", lambda: 600.0)
-    follower.settle()
-    follower.close()
+    monkeypatch.setattr(result_waiter, "_limit", lambda: 600.0)
+    waiter.settle()
+    waiter.close()
     assert time.monotonic() - began < 300.0
     never.there.set()
 
@@ -104,8 +104,8 @@ AFTER_AN_EXCEPTION = """
 import time, jax
 from jzero.run.result_waiter import ResultWaiter
 jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
-follower = ResultWaiter()
-follower.give({})
+waiter = ResultWaiter()
+waiter.give({})
 raise ValueError("bad luck")
 """
 
@@ -113,11 +113,11 @@ raise ValueError("bad luck")
 @pytest.mark.parametrize(("processes", "found"), [(1, [4.0]), (2, [])])
 def test_only_a_peer_may_keep_the_last_step_for_ever(processes, found, monkeypatch):
     """Alone, its end comes, however long it takes; a display and a ledger without it would miss it."""
-    monkeypatch.setattr(follower_module, "LAST", 0.1)
-    monkeypatch.setattr(follower_module.jax, "process_count", lambda: processes)
+    monkeypatch.setattr(result_waiter, "LAST", 0.1)
+    monkeypatch.setattr(result_waiter.jax, "process_count", lambda: processes)
     waiter, seen, last = ResultWaiter(), [], Waits(4.0)
     waiter.give(last, lambda values, end: seen.append(float(values)))
-    timer = threading.Timer(1.0, last.there.set)
+    timer = threading.Timer(0.5, last.there.set)
     timer.start()
     waiter.settle()
     assert seen == found

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.engines import TRAIN, build, printed, rows
+from helpers.engines import TRAIN, build, engine, printed, rows
 
 from jzero.config import Config
 from jzero.display import live
@@ -105,19 +105,6 @@ def test_only_text_has_tokens(batch, amount):
 # ------------------------------------------------------------------------------------------- the schedule's end
 
 
-def test_a_run_beyond_its_schedule_has_one_line(capsys):
-    params = {"total_num_steps": 2, "warmup_num_steps": 1, "warmup_max_lr": 0.1, "warmup_min_lr": 0.02}
-    made = build(more={"scheduler": {"type": "WarmupDecayLR", "params": params}})[0]
-    for seed in range(2):
-        made.train_batch(rows(seed))
-    assert "schedule" not in printed(made, capsys)
-    for seed in range(3):
-        made.train_batch(rows(seed))
-    found = [line for line in printed(made, capsys).splitlines() if "schedule" in line]
-    assert found == ["jzero: the schedule ended at step 2; the learning rate stays at 0.02"]
-    assert float(made.metrics["lr"]) == pytest.approx(0.02)
-
-
 def test_skipped_steps_delay_the_end_of_the_schedule():
     params = {"total_num_steps": 20, "warmup_num_steps": 2, "cos_min_ratio": 0.01}
     schedule = make_lr_schedule("WarmupCosineLR", params, base_lr=0.1)
@@ -135,14 +122,8 @@ def test_skipped_steps_delay_the_end_of_the_schedule():
 
 def test_the_parts_of_a_summary_add_up():
     seconds = {START: 1.0, COMPILE: 62.0, HOST: 2.0, DEVICE: 40.0, CHECKPOINT: 3.0, SCRIPT: 0.01}
-    found = summary.Summary(
-        seconds,
-        Totals(20, 160, 81920, 1),
-        Speed(4.0, 2048.0, 2.0, 0.4),
-        {"loss": 1.5},
-        {"checkpoints": "runs/a"},
-        cached=2,
-    )
+    totals, speed = Totals(20, 160, 81920, 1), Speed(4.0, 2048.0, 2.0, 0.4)
+    found = summary.Summary(seconds, totals, speed, {"loss": 1.5}, {"checkpoints": "runs/a"}, cached=2)
     assert sum(found.parts.values()) == pytest.approx(sum(seconds.values()), rel=1e-12)
     assert str(found) == (
         "jzero: 20 steps in 1 min 48 s = compile 1 min 2 s (2 programs from the cache) + steps 42.0 s + saves 3.0 s"
@@ -155,17 +136,21 @@ def test_the_parts_of_a_summary_add_up():
 def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
     monkeypatch.delattr(sys, "last_value", raising=False)
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-    made = build(more={"jsonl_monitor": files, "csv_monitor": files})[0]
-    losses = [float(made.train_batch(rows(seed))) for seed in range(3)]
+    schedule = {"total_num_steps": 2, "warmup_num_steps": 1, "warmup_max_lr": 0.1, "warmup_min_lr": 0.02}
+    more = {"jsonl_monitor": files, "csv_monitor": files, "scheduler": {"type": "WarmupDecayLR", "params": schedule}}
+    made = build(more=more)[0]
+    losses = [float(made.train_batch(rows(seed))) for seed in range(4)]
     made.eval_batch(rows(9))
     made.save_checkpoint(tmp_path / "checkpoints").wait()
-    build()  # another engine, without steps, changes nothing
-    capsys.readouterr()
+    engine()  # another one, without steps, changes nothing
+    lines = [line for line in printed(made, capsys).splitlines() if "schedule ended" in line]
+    assert lines == ["jzero: the schedule ended at step 2; the learning rate stays at 0.02"]
+    assert float(made.metrics["lr"]) == pytest.approx(0.02)
     summary.print_last()
     first, second, third = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"jzero: 3 steps in ([\d.]+ s|\d+ min \d+ s)( = .*)?", first)
+    assert re.fullmatch(r"jzero: 4 steps in ([\d.]+ s|\d+ min \d+ s)( = .*)?", first)
     speed = r"[\d,.]+ samples/s"
-    assert re.fullmatch(rf"  {3 * TRAIN} samples; {speed}; last loss {losses[-1]:.4f}; 0 skipped", second)
+    assert re.fullmatch(rf"  {4 * TRAIN} samples; {speed}; last loss {losses[-1]:.4f}; 0 skipped", second)
     assert third == f"  curves in {tmp_path}/run; checkpoints in {tmp_path}/checkpoints"
     summary.print_last()
     assert not capsys.readouterr().out  # once
@@ -174,33 +159,25 @@ def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
     assert sum(total.values()) > 0
 
 
-@pytest.mark.parametrize(("error", "lines"), [(ValueError("no"), 0), (KeyboardInterrupt(), 2)])
-def test_a_failed_run_ends_with_its_traceback(error, lines, capsys, monkeypatch):
-    made = build()[0]
-    made.train_batch(rows(0))
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "last_value", error, raising=False)
-    summary.print_last()
-    assert len(capsys.readouterr().out.splitlines()) == lines
-
-
-def test_no_summary_without_steps_or_where_the_config_says_so(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "lines"),
+    [(ValueError("no"), 0), (KeyboardInterrupt(), 2), ("fork", 0), ("no step", 0), ("switched off", 0)],
+    ids=str,
+)
+def test_which_runs_end_with_a_summary(case, lines, capsys, monkeypatch):
     monkeypatch.delattr(sys, "last_value", raising=False)
     summary.print_last()  # of earlier tests
-    build()
-    build(more={"progress": {"summary": False, "panel": False}})[0].train_batch(rows(0))
+    made = build(more={"progress": {"summary": False, "panel": False}})[0] if case == "switched off" else engine()
+    if case != "no step":
+        made.train_batch(rows(0))
     capsys.readouterr()
-    summary.print_last()
-    assert not capsys.readouterr().out
-
-
-def test_a_fork_has_no_summary_of_its_parent(capsys, monkeypatch):
-    build()[0].train_batch(rows(0))
-    capsys.readouterr()
+    if isinstance(case, BaseException):
+        monkeypatch.setattr(sys, "last_value", case, raising=False)
     with monkeypatch.context() as child:
-        child.setattr(summary.os, "getpid", lambda: -1)
+        if case == "fork":
+            child.setattr(summary.os, "getpid", lambda: -1)
         summary.print_last()
-    assert not capsys.readouterr().out
+    assert len(capsys.readouterr().out.splitlines()) == lines
 
 
 def test_the_ending_of_a_run_keeps_no_step():
@@ -231,15 +208,24 @@ def seconds(monkeypatch):
     return time
 
 
-def watched(monkeypatch, seconds, takes, kind=live.PLAIN):
+def watched(monkeypatch, seconds, takes):
     work = slow.SlowWork("compiling the step", seconds.now)
     seconds.takes = takes
     monkeypatch.setattr(slow, "_open", [work])
-    monkeypatch.setattr(live, "kind", lambda: kind)
+    monkeypatch.setattr(live, "kind", lambda: live.PLAIN)
     slow._watch(work, seconds.wait)
 
 
-def test_a_log_file_gets_a_line_whenever_the_time_has_doubled(monkeypatch, seconds, capsys):
+def test_slow_work_has_a_line_whenever_its_time_has_doubled(monkeypatch, seconds, capsys):
+    """Where no panel shows it."""
+    watched(monkeypatch, seconds, takes=4.9)
+    assert capsys.readouterr() == ("", "")
+    seconds.now = 100.0
+    with slow.shown_elsewhere():
+        watched(monkeypatch, seconds, takes=47.0)
+    assert capsys.readouterr() == ("", "")
+    assert str(slow.current()) == "compiling the step, 47 s"
+    seconds.now = 100.0
     watched(monkeypatch, seconds, takes=47.0)
     out = capsys.readouterr()
     assert out.err.splitlines() == [
@@ -247,11 +233,6 @@ def test_a_log_file_gets_a_line_whenever_the_time_has_doubled(monkeypatch, secon
         "jzero: compiling the step: done after 47 s",
     ]
     assert not out.out
-
-
-def test_fast_work_has_no_notice(monkeypatch, seconds, capsys):
-    watched(monkeypatch, seconds, takes=4.9)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_work_that_ends_while_its_line_is_printed_has_no_error(monkeypatch, seconds, capsys):
@@ -265,13 +246,6 @@ def test_work_that_ends_while_its_line_is_printed_has_no_error(monkeypatch, seco
     seconds.takes = 6.0
     slow._print(slow.SlowWork("saving", seconds.now), seconds.wait)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_notice_that_a_panel_shows_is_not_printed(monkeypatch, seconds, capsys):
-    with slow.shown_elsewhere():
-        watched(monkeypatch, seconds, takes=47.0)
-    assert capsys.readouterr() == ("", "")
-    assert str(slow.current()) == "compiling the step, 47 s"
 
 
 def test_the_innermost_work_is_named(monkeypatch):

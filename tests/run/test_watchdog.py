@@ -19,46 +19,35 @@ import jzero
 from jzero.distributed import heartbeat, watchdog
 from jzero.distributed.host_collectives import Guard
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def service():
-    """Start a RAS service that answers once: `service(answer, wait)` returns its environment and what it receives."""
-    servers, threads = [], []
+def nccl_says(answer, wait=0.0, **keywords):
+    """What the watchdog reads from a RAS service that answers once, and what it asked."""
+    received = []
 
-    def start(answer, wait=0.0):
-        server = socket.create_server(("127.0.0.1", 0))
-        received = []
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            received.append(connection.makefile().readline())
+            connection.sendall(answer)
+            time.sleep(wait)
 
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                received.append(connection.makefile().readline())
-                connection.sendall(answer)
-                time.sleep(wait)
-
-        servers.append(server)
-        threads.append(threading.Thread(target=serve, daemon=True))
-        threads[-1].start()
-        return {"NCCL_RAS_ADDR": f"127.0.0.1:{server.getsockname()[1]}"}, received
-
-    yield start
-    for server, thread in zip(servers, threads, strict=True):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        found = watchdog.nccl_status({"NCCL_RAS_ADDR": f"127.0.0.1:{server.getsockname()[1]}"}, **keywords)
         thread.join(10)
-        server.close()
+    return found, received
 
 
-def test_what_nccl_knows(service):
-    env, received = service(b"NCCL version 2.27.3\nCommunicators... \n  1 rank behind\n")
-    assert watchdog.nccl_status(env).splitlines()[1:] == ["NCCL version 2.27.3", "Communicators... ", "  1 rank behind"]
+def test_what_nccl_knows():
+    found, received = nccl_says(b"NCCL version 2.27.3\nCommunicators... \n  1 rank behind\n")
+    assert found.splitlines()[1:] == ["NCCL version 2.27.3", "Communicators... ", "  1 rank behind"]
     assert received == ["VERBOSE STATUS\n"]
-    env, _ = service(b"half", wait=1)
-    assert watchdog.nccl_status(env, timeout=0.5).endswith(":\nhalf")
-    env, _ = service(b"x" * 10 * watchdog.NCCL_MOST)
-    assert len(watchdog.nccl_status(env)) < watchdog.NCCL_MOST + 100
-    env, _ = service(b"")
-    assert watchdog.nccl_status(env).endswith("did not answer: it closed the connection")
+    assert nccl_says(b"half", wait=0.4, timeout=0.2)[0].endswith(":\nhalf")
+    assert len(nccl_says(b"x" * 10 * watchdog.NCCL_MOST)[0]) < watchdog.NCCL_MOST + 100
+    assert nccl_says(b"")[0].endswith("did not answer: it closed the connection")
     assert watchdog.nccl_status({"NCCL_RAS_ADDR": "127.0.0.1:1"}).endswith("did not answer: Connection refused")
     assert "did not answer" in watchdog.nccl_status({"NCCL_RAS_ADDR": "nonsense"})
     assert "is off" in watchdog.nccl_status({"NCCL_RAS_ENABLE": "0"})

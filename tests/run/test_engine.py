@@ -17,6 +17,7 @@ from helpers.engines import (
     build,
     config,
     engine,
+    mesh,
     parts,
     parts_of,
     printed,
@@ -27,6 +28,12 @@ from helpers.sampling import keep
 
 import jzero
 from jzero.run.run_report import report
+
+
+def refuses(call, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        call()
+
 
 # ------------------------------------------------------------------------------------------- the two loops
 
@@ -56,54 +63,53 @@ def test_a_batch_is_its_micro_batches():
     assert_same(whole.state.params, split.state.params)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_no_sync_is_legal_at_every_stage(stage):
-    inside, plain = engine(stage), engine(stage)
+def test_no_sync_is_legal_at_stage_3():
+    inside, plain = engine(3), engine(3)
     *first, last = parts(0)
     with inside.no_sync():
         for micro_batch in first:
             inside.backward(inside(micro_batch))
-        with pytest.raises(jzero.ConfigError, match=r"step\(\) inside no_sync"):
-            inside.step()
-        with pytest.raises(jzero.ConfigError, match=r"no_sync\(\) inside no_sync"), inside.no_sync():
-            pass
-    inside.backward(inside(last))
-    inside.step()
+        refuses(inside.step, r"step\(\) inside no_sync")
+        refuses(inside.no_sync().__enter__, r"no_sync\(\) inside no_sync")
+    three_calls(inside, [last])
     three_calls(plain, parts(0))
     assert inside.global_steps == 1
     assert_same(inside.state.params, plain.state.params)
 
 
-def test_the_boundary_is_counted():
-    e = engine()
-    seen, before, steps = [], [], []
-    for micro_batch in parts(0) + parts(1):
-        before.append(e.is_gradient_accumulation_boundary())
-        e.backward(e(micro_batch))
-        seen.append(e.is_gradient_accumulation_boundary())
-        e.step()
-        steps.append(e.global_steps)
-    assert seen == before == [False, False, True] * 2
-    assert steps == [0, 0, 1, 1, 1, 2]
-
-
-def test_the_boundary_by_hand():
-    """A step takes what came: two micro-batches, then one, then the counted three."""
-    e, (a, b, c) = engine(), parts(0)
+def test_the_boundary_is_counted_or_set_by_hand():
+    """By hand, a step takes what came: here two micro-batches, then one."""
+    counted, e, (a, b, c) = engine(), engine(), parts(0)
+    seen = []
+    for micro_batch in (a, b, c):
+        before = counted.is_gradient_accumulation_boundary()
+        counted.backward(counted(micro_batch))
+        assert counted.is_gradient_accumulation_boundary() == before
+        counted.step()
+        seen.append((before, counted.global_steps))
+    assert seen == [(False, 0), (False, 0), (True, 1)]
     e.set_gradient_accumulation_boundary(False)
     three_calls(e, [a, b])
     assert (e.global_steps, e.is_gradient_accumulation_boundary()) == (0, False)
     e.set_gradient_accumulation_boundary(True)
-    loss = e(c)
-    e.backward(loss)
-    e.step()
+    three_calls(e, [c])
     assert (e.global_steps, e.micro_steps) == (1, 3)
-    e.set_gradient_accumulation_boundary(None)
-    counted = engine()
-    three_calls(counted, [a, b, c])
     assert_same(e.state.params, counted.state.params)
+    e.set_gradient_accumulation_boundary(None)
     three_calls(e, parts(1))
     assert e.global_steps == 2
+
+
+def test_unmanaged_accumulation_steps_on_every_call():
+    e, *_ = build(more={"managed_gradient_accumulation": False})
+    three_calls(e, parts(0, 2))
+    assert e.global_steps == 2
+    assert e.is_gradient_accumulation_boundary()
+    with e.no_sync():
+        for micro_batch in parts(1):
+            e.backward(e(micro_batch))
+    e.step()
+    assert (e.global_steps, e.micro_steps) == (3, 5)
 
 
 class Line:
@@ -117,7 +123,6 @@ class Line:
 
 
 # DeepSpeed's engine.backward divides each loss by gradient_accumulation_steps, unless scale_wrt_gas is false, and adds.
-@pytest.mark.parametrize("stage", keep([0, 3], [3]))
 @pytest.mark.parametrize(
     ("accum", "calls", "more", "scale"),
     [
@@ -129,9 +134,9 @@ class Line:
         (3, "uuu step", {"fp16": {"enabled": True, "initial_scale_power": 4}}, 1),
     ],
 )
-def test_backward_calls_before_a_step_are_summed(stage, accum, calls, more, scale):
+def test_backward_calls_before_a_step_are_summed(accum, calls, more, scale):
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0}
-    e, *_ = build(stage, model=Line(), more={"gradient_accumulation_steps": accum, **sgd, **more})
+    e, *_ = build(3, model=Line(), more={"gradient_accumulation_steps": accum, **sgd, **more})
     before = jnp.asarray(jax.device_get(e.state.params["w"]))
     batches = iter(parts(0, 4))
     expected = jnp.zeros_like(before)
@@ -151,61 +156,23 @@ def test_backward_calls_before_a_step_are_summed(stage, accum, calls, more, scal
     np.testing.assert_allclose(e.get_global_grad_norm(), jnp.linalg.norm(expected), **tolerance)
 
 
-def test_keywords_of_backward_and_step():
-    e, (a, b, _) = engine(), parts(0)
-    e.backward(e(a))
-    with pytest.raises(jzero.ConfigError, match=r"scale_wrt_gas = False: .* of a step differ"):
-        e.backward(e(b), scale_wrt_gas=False)
-    with pytest.raises(jzero.ConfigError, match=r"backward\(retain_graph=...\): leave it out"):
-        e.backward(e(b), retain_graph=True)
-    with pytest.raises(jzero.ConfigError, match=r"step\(lr_kwargs=...\): leave it out"):
-        e.step(lr_kwargs={"epoch": 1})
-    with pytest.raises(jzero.ConfigError, match=r"step\(closure=...\): unknown argument"):
-        e.step(closure=None)
-
-
-def test_unmanaged_accumulation_steps_on_every_call():
-    unmanaged, *_ = build(more={"managed_gradient_accumulation": False})
-    single, *_ = build(more={"gradient_accumulation_steps": 1})
-    for micro_batch in parts(0, 2):
-        unmanaged.backward(unmanaged(micro_batch), scale_wrt_gas=False)
-        unmanaged.step()
-        single.train_batch(micro_batch)
-    assert unmanaged.global_steps == single.global_steps == 2
-    assert unmanaged.is_gradient_accumulation_boundary()
-    assert_same(unmanaged.state.params, single.state.params)
-    with unmanaged.no_sync():
-        for micro_batch in parts(1):
-            unmanaged.backward(unmanaged(micro_batch))
-    unmanaged.step()
-    assert (unmanaged.global_steps, unmanaged.micro_steps) == (3, 5)
-
-
 def test_the_loss_of_a_micro_batch():
+    """Read before its step, by a forward pass of its own, or after it: the same."""
     early, late = engine(), engine()
+    values, losses = [], []
     for micro_batch in parts(0):
-        loss, other = early(micro_batch), late(micro_batch)
+        loss = early(micro_batch)
         assert repr(loss) == "Loss(not computed yet)"
-        value = float(loss)  # before the step: a forward pass of its own
+        values.append(float(loss))
         assert early.backward(loss) is loss
-        late.backward(other)
         early.step()
-        late.step()
-        if other is not None and late.global_steps:
-            np.testing.assert_allclose(value, float(other), rtol=1e-6)
-    assert f"{loss:.3f}" == f"{value:.3f}"
-    assert repr(loss) == f"Loss({value})"
-    assert loss.item() == value == np.asarray(loss) == float(jnp.asarray(loss) + 0)
-    assert np.asarray(loss, np.float64).dtype == np.float64
-    assert_same(early.state.params, late.state.params)
-
-
-def test_all_losses_are_there_after_the_step():
-    early, late = engine(), engine()
-    values = [float(early.step_fn.micro_loss(early.state, p, i)) for i, p in enumerate(parts(0))]
-    losses = three_calls(late, parts(0))
+        losses += three_calls(late, [micro_batch])
     np.testing.assert_allclose([float(x) for x in losses], values, rtol=1e-6)
     assert len(set(values)) == ACCUM
+    assert (f"{loss:.3f}", repr(loss)) == (f"{values[-1]:.3f}", f"Loss({values[-1]})")
+    assert loss.item() == values[-1] == np.asarray(loss) == float(jnp.asarray(loss) + 0)
+    assert np.asarray(loss, np.float64).dtype == np.float64
+    assert_same(early.state.params, late.state.params)
 
 
 # ------------------------------------------------------------------------------------------- evaluation
@@ -262,27 +229,18 @@ def test_getters():
     assert "step=5, parameters=192 in 2 leaves" in repr(e.state)
 
 
-def test_the_report_is_printed_once(capsys):
-    e, *_ = build()
-    assert capsys.readouterr().out == jzero.report(e.step_fn) + "\n"
-    e.train_batch(rows(0))
-    assert capsys.readouterr().out == ""
-
-
-def test_steps_per_print(capsys):
+def test_lines_of_a_run(capsys):
+    """The report once, then a line every `steps_per_print` steps."""
     e, *_ = build(more={"steps_per_print": 2})
-    capsys.readouterr()
+    assert capsys.readouterr().out == jzero.report(e.step_fn) + "\n"
+    losses, norms = [], []
     for seed in range(5):
-        loss = e.train_batch(rows(seed))
-        if seed == 1:
-            second = (
-                f"step 2: loss {float(loss):.4f}, lr 1.000e-02, grad norm {e.get_global_grad_norm():.3f}, skipped 0, "
-            )
-    lines = printed(e, capsys).splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith(second)
-    assert lines[0].endswith(" samples/s")
-    assert lines[1].startswith("step 4: loss ")
+        losses.append(float(e.train_batch(rows(seed))))
+        norms.append(e.get_global_grad_norm())
+    second, fourth = printed(e, capsys).splitlines()
+    assert second.startswith(f"step 2: loss {losses[1]:.4f}, lr 1.000e-02, grad norm {norms[1]:.3f}, skipped 0, ")
+    assert second.endswith(" samples/s")
+    assert fourth.startswith("step 4: loss ")
 
 
 def test_the_report_follows_set_train_batch_size():
@@ -310,50 +268,57 @@ def test_set_train_batch_size():
 # ------------------------------------------------------------------------------------------- mistakes
 
 
-def test_wrong_batch_sizes_name_the_leaf_the_shape_and_the_equation():
+def test_wrong_batches_name_the_leaf_the_shape_and_the_equation():
     e = engine()
     equation = r"train_batch_size 24 = micro-batch 2 x accumulation 3 x 4 replicas"
-    with pytest.raises(jzero.ConfigError, match=rf"leaf 'mask' has shape \(23,\).* must be 24 \({equation}\)"):
-        e.train_batch(rows(0, 23))
-    with pytest.raises(jzero.ConfigError, match=rf"leaf 'mask' has shape \(24,\).* must be 8 \({equation}\)"):
-        e(rows(0))
-    with pytest.raises(jzero.ConfigError, match=r"leaf 'x' has shape \(3, 8\)"):
-        e.train_batch(iter([{**p, "x": p["x"][:3]} for p in parts(0)]))
-    with pytest.raises(jzero.ConfigError, match=r"leaf 'mask' has shape \(\)"):
-        e.train_batch({**rows(0), "mask": np.float32(1)})
-    with pytest.raises(jzero.ConfigError, match="contains no arrays"):
-        e.train_batch({})
+    for call, batch, words in (
+        (e.train_batch, rows(0, 23), rf"leaf 'mask' has shape \(23,\).* must be 24 \({equation}\)"),
+        (e, rows(0), rf"leaf 'mask' has shape \(24,\).* must be 8 \({equation}\)"),
+        (e.train_batch, iter([{**p, "x": p["x"][:3]} for p in parts(0)]), r"leaf 'x' has shape \(3, 8\)"),
+        (e.train_batch, {**rows(0), "mask": np.float32(1)}, r"leaf 'mask' has shape \(\)"),
+        (e.train_batch, {}, "contains no arrays"),
+    ):
+        refuses(lambda call=call, batch=batch: call(batch), words)
     assert e.global_steps == 0
     e.train_batch(rows(0))  # nothing was donated
 
 
-def test_calls_out_of_order():
+def test_calls_out_of_order_and_with_other_keywords():
     e = engine()
-    with pytest.raises(jzero.ConfigError, match=r"no batch: pass one, or pass training_data"):
-        e.train_batch()
-    with pytest.raises(jzero.ConfigError, match=r"ended after 2 of 3 micro-batches.*RepeatingLoader"):
-        e.train_batch(iter(parts(0, 2)))
-    with pytest.raises(jzero.ConfigError, match=r"step\(\) without a backward\(\)"):
-        e.step()
+    for call, words in (
+        (e.train_batch, r"no batch: pass one, or pass training_data"),
+        (lambda: e.train_batch(iter(parts(0, 2))), r"ended after 2 of 3 micro-batches.*RepeatingLoader"),
+        (e.step, r"step\(\) without a backward\(\)"),
+        (e.module, "from_flax"),
+    ):
+        refuses(call, words)
     first, second = e(parts(0)[0]), e(parts(0)[1])
     for foreign in (first, 2 * float(second), jnp.float32(1)):
-        with pytest.raises(jzero.ConfigError, match=r"is not the loss that the last engine\(micro_batch\) returned"):
-            e.backward(foreign)
+        refuses(lambda x=foreign: e.backward(x), r"is not the loss that the last engine\(micro_batch\) returned")
     e.backward(second)
-    with pytest.raises(jzero.ConfigError, match="is not the loss"):
-        e.backward(second)  # twice
-    for call in (lambda: e.train_batch(rows(0)), lambda: e.set_train_batch_size(UNIT)):
-        with pytest.raises(jzero.ConfigError, match=r"1 micro-batches wait for step\(\)"):
-            call()
+    for call, words in (
+        (lambda: e.backward(second), "is not the loss"),  # twice
+        (lambda: e.train_batch(rows(0)), r"1 micro-batches wait for step\(\)"),
+        (lambda: e.set_train_batch_size(UNIT), r"1 micro-batches wait for step\(\)"),
+        (lambda: e.backward(e(parts(0)[2]), scale_wrt_gas=False), r"scale_wrt_gas = False: .* of a step differ"),
+        (lambda: e.backward(e(parts(0)[2]), retain_graph=True), r"backward\(retain_graph=...\): leave it out"),
+        (lambda: e.step(lr_kwargs={"epoch": 1}), r"step\(lr_kwargs=...\): leave it out"),
+        (lambda: e.step(closure=None), r"step\(closure=...\): unknown argument"),
+    ):
+        refuses(call, words)
 
 
 def test_a_loss_that_no_step_took_says_so():
     """Its parameters are gone with the step that came after it."""
     e = engine()
+    assert ((e.global_rank, e.local_rank, e.world_size), e.metrics) == ((0, 0, 1), {})
     loss = e(parts(0)[0])
     e.train_batch(rows(0))
-    with pytest.raises(jzero.ConfigError, match="read it before"):
-        float(loss)
+    refuses(loss.__float__, "read it before")
+    assert set(e.metrics) == {"loss", "grad_norm", "lr", "loss_scale", "skipped"}
+
+
+FOREIGN = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4])
 
 
 @pytest.mark.parametrize(
@@ -371,26 +336,11 @@ def test_a_loss_that_no_step_took_says_so():
         ({}, {"frozen_parameters": ["nowhere"]}, "match no parameter; the names are ends/out, stack/w"),
         ({"model": object()}, {}, "wrap a Flax module with jzero.from_flax"),
         ({"model_parameters": []}, {}, "initialize(model_parameters=...): leave it out: the model makes its own"),
+        ({"mesh": FOREIGN}, {}, "mesh axes are ('batch',)"),
         ({"modle": None}, {}, "initialize(modle=...): unknown argument"),
     ],
 )
 def test_what_initialize_refuses(arguments, more, words):
     with pytest.raises(jzero.ConfigError) as error:
-        build(more=more, **arguments)
+        jzero.initialize(**{"model": Net(), "config": config(**more), "mesh": mesh(), **arguments})
     assert words in str(error.value)
-
-
-def test_a_foreign_mesh():
-    foreign = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4])
-    with pytest.raises(jzero.ConfigError, match=r"mesh axes are \('batch',\).*make_mesh"):
-        jzero.initialize(model=Net(), config=config(), mesh=foreign)
-
-
-def test_what_the_engine_shows():
-    e = engine()
-    assert (e.global_rank, e.local_rank, e.world_size) == (0, 0, 1)
-    assert e.metrics == {}
-    e.train_batch(iter(parts(0)))
-    assert set(e.metrics) == {"loss", "grad_norm", "lr", "loss_scale", "skipped"}
-    with pytest.raises(jzero.ConfigError, match="from_flax"):
-        e.module()

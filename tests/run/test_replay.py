@@ -49,25 +49,30 @@ def test_a_replay_on_one_device_finds_the_same(layout, tmp_path, monkeypatch, ca
     for printed in (text, (saved / "README.md").read_text()):  # a shell reads the command as it is meant
         command = re.search("jzero replay .*", printed)[0]
         assert shlex.split(command) == ["jzero", "replay", str(saved), "--model", "package.module:function"]
-    found = jzero.replay(saved, Net())
-    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+    found = check_replay(saved, Net(), text)
     assert found.rows == (11,)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_model.py").write_text("from helpers.planted_faults import Net as make_model\n")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     assert main(["replay", str(saved), "--model", "my_model:make_model"]) == 0
     assert capsys.readouterr().out.strip() == str(found)
 
 
+def check_replay(saved, model, text):
+    """A replay says what the run said; return it."""
+    found = jzero.replay(saved, model)
+    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+    return found
+
+
 @pytest.mark.slow
 def test_a_replay_of_a_backward_pass(tmp_path):
-    engine, bad = engine_of("stage 3"), batch_of("stage 3")
-    for batch in (bad, good := batch_of("stage 3", 1)):
+    engine, bad, good = engine_of("stage 3"), batch_of("stage 3"), batch_of("stage 3", 1)
+    for batch in (bad, good):
         batch["x"][:, -1] = 1.0
     bad["x"][9, -1] = 0.0
     text = found_by(engine, bad, good, ("root", lambda root: put(0 * root, 0, 1.0)))
-    found = jzero.replay(tmp_path / "saved" / "step2", Net())
-    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+    check_replay(tmp_path / "saved" / "step2", Net(), text)
 
 
 class Balanced:
@@ -97,8 +102,7 @@ def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
     where = "in micro-batch 1 of 3" if together else "in micro-batch 1 of 3, on replica 1"
     assert "first in the backward pass: the model; gradients that are not finite: w\n" in text
     assert f"  {where}; no row fails by itself" in text
-    found = jzero.replay(tmp_path / "saved" / "step1", model)
-    assert str(found).splitlines() == text.splitlines()[: len(str(found).splitlines())]
+    check_replay(tmp_path / "saved" / "step1", model, text)
 
 
 @pytest.mark.parametrize("fault", keep(["the save", "another process"], ["another process"]))
@@ -132,9 +136,9 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
 def test_what_a_replay_refuses(tmp_path):
     with pytest.raises(jzero.ConfigError, match="model"):
         replay.main(str(tmp_path), "nothing")
-    engine = engine_of("stage 0")
+    engine = engine_of("stage 3")
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
-    engine.train_batch(batch_of("stage 0"))
+    engine.train_batch(batch_of("stage 3"))
     with pytest.raises(NonFiniteError):
         engine.save_checkpoint(tmp_path / "run")
     other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())

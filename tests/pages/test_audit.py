@@ -17,7 +17,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def audit():
-    spec = importlib.util.spec_from_file_location("audit", Path(__file__).parent.parent / ".ci/audit.py")
+    spec = importlib.util.spec_from_file_location("audit", Path(__file__).parents[2] / ".ci/audit.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "experiments" / "quickstart.ipynb"
 PICTURES = ["draw_mesh", "draw_sharding", "draw_memory", "plt.show", "draw_figure"]
 WITHOUT_PROGRAM = ["import importlib", "jax_num_cpu_devices", "draw_mesh", "def llama", "draw_memory"]
