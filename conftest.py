@@ -30,7 +30,7 @@ def quiet():
 # The tests spend half of their time in XLA's emitters of fused loops for CPUs. Those before them compile three times as
 # fast; from 0.11 on, XLA no longer has them, and refuses the flag.
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 
 # JAX's CUDA plugin logs that there is no driver, before any setting of a log level counts. From a worker of xdist these
 # lines would come after pytest's last one.

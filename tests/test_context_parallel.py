@@ -27,7 +27,7 @@ LAYOUTS = [
     ("llama", {"context": 2, "zero": 2, "stage": 3}),
     ("llama", {"context": 2, "tensor": 2, "zero": 2, "stage": 2}),
 ]
-SAMPLE = [LAYOUTS[5], LAYOUTS[9]]
+SAMPLE = [LAYOUTS[5]]
 
 
 def name_of(value):

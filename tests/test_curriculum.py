@@ -183,7 +183,7 @@ def halves(batch):
 LOOPS = ["batches", "iterator", "three calls", "training_data", "newer keys"]
 
 
-@pytest.mark.parametrize("loop", keep(LOOPS, ["three calls", "training_data"]))
+@pytest.mark.parametrize("loop", keep(LOOPS, ["training_data"]))
 def test_training_is_plain_jax_on_cut_batches(loop, capsys):
     more = {}
     if loop == "training_data":

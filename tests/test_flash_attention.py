@@ -224,8 +224,8 @@ TOKENS = {name: jax.ShapeDtypeStruct((8, 512), np.int32) for name in ("inputs", 
     ("config", "forward"),
     [
         ({"zero_optimization": {"stage": 3}}, 2),
-        ({"activation_checkpointing": {"policy": "matmuls"}}, 2),
-        ({"activation_checkpointing": {"policy": "full"}}, 4),
+        pytest.param({"activation_checkpointing": {"policy": "matmuls"}}, 2, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": {"policy": "full"}}, 4, marks=pytest.mark.slow),
     ],
     ids=["ZeRO-3", "matmuls kept", "all recomputed"],
 )
@@ -253,6 +253,7 @@ def test_tensor_refuses_it():
 @needs_cuda_compiler
 @needs_flash
 @pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.slow
 def test_flops_and_time_beside_cudnns():
     """The FLOPs are the same, and a plan takes the measured ratio of the two kernels' speeds."""
     flops, times = [], []

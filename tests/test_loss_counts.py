@@ -263,7 +263,7 @@ def lay_out(model, layout, **more):
     return jzero.make_train_step(model, config, mesh=mesh, optimizer=keep_gradients())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[2:4]), ids=str)
 @pytest.mark.parametrize("fp16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_count_with_a_gradient(layout, fp16):
     """The gradient is that of sum / count in plain JAX; it includes the count's.
@@ -312,7 +312,7 @@ class Masked(Tokens):
         return self.suffix(params["ends"], x, batch, rng)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
+@pytest.mark.parametrize("layout", keep([LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], [LAYOUTS[3]]), ids=str)
 def test_a_random_count_of_a_stack(layout):
     """The mean of ones times w has the gradient 1, whatever the mask, if the count is that of the same mask."""
     step = lay_out(Masked(), layout)

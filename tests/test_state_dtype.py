@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import keep
 from jax import P
 from jax.sharding import NamedSharding
 
@@ -132,7 +133,7 @@ def moments(state):
     return [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Muon"])
+@pytest.mark.parametrize("kind", keep(["AdamW", "Lion", "Muon"], ["Muon"]))
 def test_moments_are_bfloat16_and_a_step_again_rounds_the_same(kind):
     step = step_of(1, kind, state_dtype="bf16")
     state, _ = train(step, 2)

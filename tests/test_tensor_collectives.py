@@ -129,7 +129,8 @@ def test_a_llamas_fused_weights_move_nothing_more():
     }
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_a_pipeline_sends_this_devices_part_of_the_sequence(tensor):
     """Both ways, with `tensor` 2 half the bytes: activations are divided between layers, and so between stages."""
     rows, accum, width = 2, 4, 64

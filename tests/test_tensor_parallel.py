@@ -33,7 +33,7 @@ LAYOUTS = [
     ("bert", {"tensor": 2}),
     ("vit", {"tensor": 2, "zero": 2, "stage": 3}),
 ]
-SAMPLE = [LAYOUTS[6], LAYOUTS[10]]
+SAMPLE = [LAYOUTS[6]]
 
 
 def name_of(value):

@@ -124,7 +124,7 @@ LAYOUTS = [
     {"context": 2, "pipe": 2, "tensor": 2, "accum": 4, "stage": 1, "pipeline": {"schedule": "zero_bubble"}},
     {"pipe": 2, "zero": 2, "accum": 4, "stage": 1},
 ]
-SAMPLE = [LAYOUTS[3], LAYOUTS[5]]
+SAMPLE = [LAYOUTS[5]]
 
 
 def name_of(layout):

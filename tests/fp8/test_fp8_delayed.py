@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.fp8 import FP8, distances, reference
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 from helpers.stack_models import BATCHES, ROWS, WIDTH, SmallGPT, loss_fn
 from helpers.tensor_models import batches, initial, make_step
 from hypothesis import given
@@ -209,6 +209,7 @@ def kernels(params):
     return {f"stack/{part}/{name}/kernel": np.asarray(params["stack"][part][name]["kernel"]) for part, name in PARTS}
 
 
+@pytest.mark.slow
 def test_losses_are_beside_those_of_current_scales():
     """From the first step on, which knows the weights alone."""
     step = make_step("llama", precision=DELAYED, zero=2, stage=2)
@@ -314,7 +315,7 @@ def test_histories_begin_anew(tmp_path, former, functional, capsys):
     assert all(x[:, :, 0].all() and not x[:, :, 1:].any() for x in histories(other).values())
 
 
-@pytest.mark.parametrize("functional", keep([False, True], [True]))
+@pytest.mark.parametrize("functional", some([False, True], [True]))
 def test_current_scales_need_no_history(tmp_path, functional):
     one, other = engine(), engine("current")
     one.train_batch(BATCHES[0])
@@ -360,7 +361,7 @@ def test_other_weights_end_a_history(tmp_path, capsys):
 # ---------------------------------------------------------------- the rest
 
 
-@pytest.mark.parametrize("fp8_format", keep(["hybrid", "e4m3"], ["e4m3"]))
+@pytest.mark.parametrize("fp8_format", some(["hybrid", "e4m3"], ["e4m3"]))
 def test_the_first_step_sees_small_gradients(fp8_format):
     """Those of a mean over 65,536 tokens; the model's own have 256. None may underflow to zero in a layer."""
     section = {**DELAYED["fp8"], "format": fp8_format}
@@ -376,6 +377,7 @@ def test_the_first_step_sees_small_gradients(fp8_format):
         assert norms[1][name] == pytest.approx(norm, rel=0.05)  # clipped and rounded elements
 
 
+@pytest.mark.slow
 def test_gradients_alone_move_the_histories():
     """A loop with an update of its own goes on by the state that `gradients` returns."""
     step, batch = make_step("llama", precision=DELAYED), batches("llama")[0]

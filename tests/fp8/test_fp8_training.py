@@ -159,7 +159,7 @@ def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     assert step.generate(state, batch["inputs"][:8], 2, numpy=True).shape == (8, 10)
 
 
-@pytest.mark.parametrize("name", ["attention/out", "mlp/gate_up", "mlp/down"])
+@pytest.mark.parametrize("name", keep(["attention/out", "mlp/gate_up", "mlp/down"], ["mlp/down"]))
 def test_a_step_with_an_infinite_weight_is_skipped(name):
     """Even where it is the only one: fp8 has no infinity, and the largest number of e4m3 would look like any other."""
     step, (module, part) = make_step("llama", precision=FP8, zero=2, stage=3), name.split("/")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
 HIDDEN = [("agent", "STOP"), ("agent", "KILL"), ("guard", "KILL"), ("agent and guard", "STOP")]
 
 
-@pytest.mark.parametrize(("who", "how"), keep(HIDDEN, HIDDEN[:3]))
+@pytest.mark.parametrize(("who", "how"), keep(HIDDEN, HIDDEN[1:3]))
 def test_no_child_hides(start, worker, who, how):
     """A restart begins without the orphans of the attempt before, whatever their session and environment."""
     job = start(*CPU, 1, "--max_restarts", 1, worker, "hidden").until(("ready", 1))

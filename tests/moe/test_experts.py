@@ -42,7 +42,7 @@ def assert_close(found, known):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 0.5, 1.0, 100.0])
+@pytest.mark.parametrize("capacity_factor", keep([None, 0.5, 1.0, 100.0], [None, 0.5]))
 def test_one_device(capacity_factor):
     assert_close(with_gradients(mixture, capacity_factor)(*arrays()), with_gradients(plain, capacity_factor)(*arrays()))
 
@@ -64,6 +64,7 @@ def test_all_tokens_to_one_expert():
     np.testing.assert_allclose(ours, plain_experts(x, plain_route(x @ router, 1), up, down), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_batched_and_differentiated_inside_a_model():
     x, router, up, down = arrays()
     gradient = jax.vmap(jax.grad(lambda x: mixture(x[None], router, up, down, 1.0)))(x)
@@ -88,7 +89,7 @@ GROUPS = [
     ({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",)),
 ]
 CASES = [(group, factor) for group in GROUPS for factor in (None, 0.5)]
-SAMPLE = [(GROUPS[i], factor) for i, factor in ((1, None), (5, 0.5), (7, None), (11, None), (11, 0.5))]
+SAMPLE = [(GROUPS[i], factor) for i, factor in ((1, None), (7, None), (11, 0.5))]
 
 
 @pytest.mark.parametrize(("case", "capacity_factor"), keep(CASES, SAMPLE))

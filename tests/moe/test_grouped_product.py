@@ -219,9 +219,9 @@ def kernels(program):
     ("gpu", "rows", "d", "f", "dtype", "found"),
     [
         ("h100", 1024, 256, 512, jnp.bfloat16, {"mosaic_gpu_v2": 4}),
-        ("h100", 1024, 256, 512, jnp.float32, {"__gpu$xla.gpu.triton": 4}),
+        pytest.param("h100", 1024, 256, 512, jnp.float32, {"__gpu$xla.gpu.triton": 4}, marks=pytest.mark.slow),
         ("h100", 1020, 200, 300, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}),
-        ("a100", 1024, 256, 512, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}),
+        pytest.param("a100", 1024, 256, 512, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_programs_have_no_dense_product(gpu, rows, d, f, dtype, found):

@@ -131,8 +131,8 @@ def service(monkeypatch):
         started.update(keywords)
         return Run()
 
-    for name in ("wandb", "comet_ml"):
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=begin, start=begin))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=begin))
+    monkeypatch.setitem(sys.modules, "comet_ml", types.SimpleNamespace(start=begin))
     monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
     return started, calls
 
