@@ -138,7 +138,9 @@ def test_one_device_computes_the_same(layout):
     assert parameters < 2e-6
 
 
-@pytest.mark.parametrize("precision", [None, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(None, marks=pytest.mark.slow), {"bf16": {"enabled": True}}], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("layout", [{"context": 4}, {"context": 2, "tensor": 2}], ids=name_of)
 def test_tiles_move_the_same_bytes(layout, precision):
     """What `tensor` gathers is gathered once more, with what is computed again."""
