@@ -163,12 +163,12 @@ TABLE: dict[str, list[Fault]] = {
             "an error that names the leaf; nothing is trained",
         ),
         elsewhere(
-            "test_non_finite_search.py::test_one_sample_that_overflows_in_one_layer",
+            "faults/test_non_finite_search.py::test_one_sample_that_overflows_in_one_layer",
             'one sample overflows in one layer, with `non_finite.action` "stop"',
             "the run ends in the state before that step; the error names layer, micro-batch, replica and row",
         ),
         elsewhere(
-            "test_non_finite_search.py::test_one_replica_whose_copy_is_bad",
+            "faults/test_non_finite_search.py::test_one_replica_whose_copy_is_bad",
             'one device\'s copy of a parameter is NaN, with `non_finite.action` "stop"',
             "the error names the leaf, the layer, the device and the devices whose copy is finite",
         ),
@@ -183,32 +183,32 @@ TABLE: dict[str, list[Fault]] = {
             "a line names the process, its host, and the milliseconds for which the others wait",
         ),
         elsewhere(
-            "test_lock.py::test_saves_of_two_jobs",
+            "checkpoint/test_lock.py::test_saves_of_two_jobs",
             "a second job saves into the same directory",
             "the second is refused and names the first; the first loses nothing",
         ),
         elsewhere(
-            "test_lock.py::test_the_second_job_is_told_and_a_dead_one_is_replaced",
+            "checkpoint/test_lock.py::test_the_second_job_is_told_and_a_dead_one_is_replaced",
             "the job that owned the directory was killed, on the same host",
             "the next one takes over at once",
         ),
         elsewhere(
-            "test_lock.py::test_an_owner_on_another_host",
+            "checkpoint/test_lock.py::test_an_owner_on_another_host",
             "the job that owned the directory was killed, on another host",
             "the next one takes over after 30 s",
         ),
         elsewhere(
-            "test_resume_choice.py::test_a_damaged_latest",
+            "checkpoint/test_resume_choice.py::test_a_damaged_latest",
             "`latest` holds zeros, a megabyte, ../x or an absolute path, or is a directory or a fifo",
             "a load is one line; a resume prints the fault and takes the newest whole checkpoint",
         ),
         elsewhere(
-            "test_outputs.py::test_a_place_that_cannot_be_written",
+            "faults/test_outputs.py::test_a_place_that_cannot_be_written",
             "a path that a config names has a name too long, a dangling link or a loop, or is forbidden",
             "one line with the key, before anything starts; `--max_restarts` does not start it again",
         ),
         elsewhere(
-            "test_resume_choice.py::test_crafted_notes_hide_no_other_checkpoint",
+            "checkpoint/test_resume_choice.py::test_crafted_notes_hide_no_other_checkpoint",
             "`notes.json` of the newest checkpoint has a right checksum and other contents, or is a fifo",
             "a resume prints the fault and takes the next older checkpoint",
         ),
@@ -218,7 +218,7 @@ TABLE: dict[str, list[Fault]] = {
             "one line",
         ),
         elsewhere(
-            "test_checkpoint_disk.py::test_a_full_disk",
+            "checkpoint/test_checkpoint_disk.py::test_a_full_disk",
             "the disk is full during a save",
             "one line; the checkpoints before it stay",
         ),
@@ -238,12 +238,12 @@ TABLE: dict[str, list[Fault]] = {
             "readers skip the line; the next start begins a new one",
         ),
         elsewhere(
-            "test_checkpoint_disk.py::test_a_directory_that_vanishes",
+            "checkpoint/test_checkpoint_disk.py::test_a_directory_that_vanishes",
             "the directory vanishes during a save",
             "one line that names it; the save does not count",
         ),
         elsewhere(
-            "test_checkpoint_disk.py::test_a_save_whose_thread_dies",
+            "checkpoint/test_checkpoint_disk.py::test_a_save_whose_thread_dies",
             "the thread of a save dies, wherever, or cannot start",
             "`wait()` and the next save raise; the draft is deleted",
         ),
@@ -368,12 +368,12 @@ TABLE: dict[str, list[Fault]] = {
             "the write fails",
         ),
         elsewhere(
-            "test_outputs.py::test_a_table_of_flops_replaces_only_its_own",
+            "faults/test_outputs.py::test_a_table_of_flops_replaces_only_its_own",
             "a config's `flops_profiler.output_file` is a file of yours",
             "one line, before anything starts; the file stays as it was",
         ),
         elsewhere(
-            "test_outputs.py::test_monitors_follow_no_link",
+            "faults/test_outputs.py::test_monitors_follow_no_link",
             "a link under the name of a monitor's file",
             "one line, or a warning; its target stays as it was",
         ),

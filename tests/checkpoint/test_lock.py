@@ -16,7 +16,7 @@ from layouts import LAYOUTS, build
 import jzero
 from jzero.checkpoint import async_save, lock
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Without JAX, so that a process starts in 0.1 s: the module alone.
 JOB = f"""
 import importlib.util, os, sys

@@ -17,7 +17,7 @@ from jzero.errors import PassingError
 from jzero.files import read_file
 from jzero.values import kinds
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 
 
