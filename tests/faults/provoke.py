@@ -16,7 +16,7 @@ class Fault(NamedTuple):
       provoke: called with an empty folder: raises a ConfigError or a CheckpointError.
       seconds: the bound of `provoke`, in seconds of CPU time.
       parts: texts in the error's one line.
-      test: for a row without `provoke`, the test of the fault, "tests/FILE.py::NAME".
+      test: for a row without `provoke`, the test of the fault, "FILE.py::NAME".
     """
 
     fault: str
@@ -123,4 +123,4 @@ def circle() -> dict[str, Any]:
 
 def elsewhere(test: str, fault: str, outcome: str) -> Fault:
     """Make a row of a fault that another test provokes."""
-    return Fault(fault, outcome, test=f"tests/{test}")
+    return Fault(fault, outcome, test=test)

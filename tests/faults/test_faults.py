@@ -1,8 +1,9 @@
 """Rows that provoke their fault: one line within the bound, which names what is wrong. The others: the test exists."""
 
-import ast
+import re
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -44,15 +45,17 @@ def test_fault(row, tmp_path):
     assert took < row.seconds
 
 
-def functions_of(path):
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+@cache
+def defined_in(file):
+    """The names of the tests in the one file of this name, wherever it is."""
+    (path,) = (ROOT / "tests").rglob(file)
+    return re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.fault) for row in ROWS if not row.provoke])
 def test_fault_is_tested(row):
     file, _, name = row.test.partition("::")
-    assert name.startswith("test_")
-    assert name in functions_of(ROOT / file)
+    assert name in defined_in(file)
 
 
 def test_messages_are_shortened_and_printable():
