@@ -1,6 +1,7 @@
 """A small Llama in many layouts, for the tests of weights."""
 
-from functools import partial
+import json
+from functools import cache
 
 import jax
 import numpy as np
@@ -44,22 +45,28 @@ class One:
         return ((batch @ params) ** 2).mean()
 
 
+@cache
 def model(shape=GROUPED):
-    return jzero.from_flax(partial(lambda shape, rngs: Llama(shape, rngs=rngs), shape))
+    return jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
 
 
 def step(made=None, stage=0, *, more=None, **axes):
-    """A train step on a mesh with these axes; default: one device."""
-    axes = {"zero": 1, **axes}
+    """A train step on a mesh with these axes; default: one device. Tests share those of Llamas."""
+    return _step(made or model(), stage, json.dumps(more or {}), tuple(sorted(axes.items())))
+
+
+@cache
+def _step(made, stage, more, axes):
+    axes = {"zero": 1, **dict(axes)}
     count = int(np.prod(list(axes.values())))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": axes.get("pipe", 1),
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **(more or {}),
+        **json.loads(more),
     }
-    return jzero.make_train_step(made or model(), config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
+    return jzero.make_train_step(made, config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
 
 
 def engine(*arguments, seed=0, **keywords):

@@ -79,13 +79,11 @@ def test_generated_text(name, tmp_path):
     last = theirs.transformer.ln_f if name == "gpt2" else theirs.model.norm
     torch.nn.init.normal_(last.weight, std=2)  # otherwise the last token repeats itself
     theirs.save_pretrained(tmp_path)
-    width, new = (8, 8) if name == "gpt2" else (13, 12)  # GPT-2 has 16 positions
+    # GPT-2 has 16 positions
+    width, new, begins = (8, 8, [[0], [5], [2], [6]]) if name == "gpt2" else (13, 12, [[0], [4], [9], [12]])
     step = step_from(name, tmp_path, stage=3, zero=2)
     state = step.init(jax.random.key(0), weights.load(tmp_path, step))
-    rows, mask = (
-        TOKENS[:2].reshape(4, 13)[:, :width],
-        (np.arange(width) >= [[0], [4], [width - 4], [width - 1]]).astype(np.int32),
-    )
+    rows, mask = TOKENS[:2].reshape(4, 13)[:, :width], (np.arange(width) >= begins).astype(np.int32)
     options = {"attention_mask": torch.tensor(mask), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     expected = theirs.generate(torch.tensor(rows), **options).numpy()
     assert len(set(expected[:, width:].ravel().tolist())) > 5

@@ -84,7 +84,7 @@ def expected(table):
 
 
 @pytest.mark.parametrize("table", keep([TABLE, None], [TABLE]), ids=["table", "own"])
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), window=st.integers(1, 200))
 def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
     path = tmp_path_factory.mktemp("files") / "a.safetensors"
