@@ -5,6 +5,7 @@ from functools import cache
 
 import jax
 import numpy as np
+import pytest
 
 import jzero
 from jzero.model import stack_loss
@@ -85,3 +86,10 @@ def same(a, b):
         return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
     return jax.tree.all(jax.tree.map(lambda x, y: bool((plain(x) == plain(y)).all()), a, b))
+
+
+def refused(call, *words):
+    """Check that a call is an error with these words."""
+    with pytest.raises(jzero.ConfigError) as error:
+        call()
+    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
