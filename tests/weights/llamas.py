@@ -76,7 +76,7 @@ def engine(*arguments, seed=0, **keywords):
 
 def logits(made, params, tokens=TOKENS):
     """Float32 logits, computed on one device."""
-    return np.asarray(made.module(jax.device_get(params))(tokens))
+    return np.asarray(jax.jit(lambda params: made.module(params)(tokens))(jax.device_get(params)))
 
 
 def same(a, b):

@@ -172,7 +172,7 @@ def test_layouts(name, layout, downloads):
     directory, _ = downloads(name)
     step = step_from(name, directory, {} if name == "vit" else {"pad_vocab_to": 16}, **LAYOUTS[layout])
     params, batch = weights.load(directory, step), CASES[name].batches[0]
-    loss = step.model.loss(jax.device_get(params), batch, None)
+    loss = jax.jit(lambda params: step.model.loss(params, batch, None))(jax.device_get(params))
     _, metrics = step(step.init(jax.random.key(0), params), batch)
     np.testing.assert_allclose(metrics["loss"], loss[0] / loss[1], rtol=1e-6)
 
