@@ -43,7 +43,7 @@ def test_a_full_disk(small_disk, capfd):
 
 PROGRAM = """
 import os, sys
-import jax.numpy as jnp, jzero
+import jax.numpy as jnp, jzero, orbax.checkpoint
 for number, end in enumerate(ENDS):
     if pid := os.fork():  # before JAX has threads
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

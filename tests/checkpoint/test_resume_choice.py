@@ -84,7 +84,7 @@ def test_the_newest_that_can_be_read(runs, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_resume_beside_checkpoints(runs, tmp_path, capfd):
+def test_a_run_that_does_not_resume_beside_checkpoints(runs, capfd):
     """A run prints that it ignores them, and does not remove what it did not write."""
     section = {"checkpoint": {"dir": str(runs), "max_to_keep": 1}}
     again = build(ONE, **section)
@@ -94,10 +94,6 @@ def test_a_run_that_does_not_resume_beside_checkpoints(runs, tmp_path, capfd):
     again.train_batch(batch(0))
     again.save_checkpoint().wait()
     assert names(runs) == {"latest", "ledger.jsonl", "global_step1", "global_step2", "global_step3"}
-    (tmp_path / "file").touch()
-    for place in ("file", "file/runs"):
-        with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is not a writable directory"):
-            build(ONE, checkpoint={"dir": str(tmp_path / place)})
 
 
 def test_what_others_left_is_neither_taken_nor_removed(engine, tmp_path, capfd):
@@ -217,12 +213,9 @@ def test_any_kind_of_random_key(tmp_path):
     assert float(resumed.train_batch(batch(2))) == float(straight.train_batch(batch(2)))
 
 
-def test_no_run_starts_from_scratch_in_silence(runs, tmp_path):
+def test_no_run_starts_from_scratch_in_silence(runs):
     with pytest.raises(jzero.ConfigError, match=r"is itself a checkpoint; use its parent, .*/runs$"):
         build(ONE, resume=runs / "global_step1")
-    (tmp_path / "file").touch()
-    with pytest.raises(jzero.ConfigError, match="is not a writable directory"):
-        build(ONE, resume=tmp_path / "file")
     with pytest.raises(jzero.ConfigError, match="another model or optimizer: missing opt_state"):
         build(ONE, resume=runs, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
     for path in runs.glob("*/state"):
@@ -244,20 +237,20 @@ def fed(tmp_path_factory, saved):
     return {"data": path / "data", "samples": path / "samples", None: saved}
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "seed", "words"),
-    [
-        ("data", data(), 0, ""),
-        ("data", data(101), 0, "or in another order from here on: samples was 100, is 101"),
-        ("data", data(), 3, "or in another order from here on: seed was 0, is 3"),
-        ("samples", samples, 3, ""),  # in their own order
-        ("data", None, 0, "has a position in training_data, but this run has no training_data"),
-        (None, data(), 0, "is of step 3 but has no position in training_data, which begins at its start"),
-        (None, None, 3, ""),
-    ],
-    ids=["same", "samples", "seed", "iterable", "none now", "none before", "none"],
-)
-def test_other_data_are_said(fed, capfd, before, now, seed, words):
+OTHER_DATA = {
+    "same": ("data", data(), 0, ""),
+    "samples": ("data", data(101), 0, "or in another order from here on: samples was 100, is 101"),
+    "seed": ("data", data(), 3, "or in another order from here on: seed was 0, is 3"),
+    "in their own order": ("samples", samples, 3, ""),
+    "none now": ("data", None, 0, "has a position in training_data, but this run has no training_data"),
+    "none before": (None, data(), 0, "is of step 3 but has no position in training_data, which begins at its start"),
+    "none": (None, None, 3, ""),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_other_data_are_said(fed, capfd, name):
+    before, now, seed, words = OTHER_DATA[name]
     build(ONE, training_data=now, resume=fed[before], seed=seed)
     said = capfd.readouterr().err
     assert words in said
@@ -283,10 +276,6 @@ def test_the_directory_of_the_config(tmp_path, monkeypatch):
 
 def test_a_refused_call_changes_nothing(tmp_path):
     e = small_engine()
-    with pytest.raises(jzero.ConfigError, match="has no default checkpoint"):
-        e.load_checkpoint(tmp_path)
-    with pytest.raises(jzero.ConfigError, match="does not exist"):
-        e.load_checkpoint(tmp_path, tag="no")
     e.client_state = {"best": 1}
     with pytest.raises(jzero.ConfigError, match="client_state is not JSON"):
         e.save_checkpoint(tmp_path, client_state={"x": object()})

@@ -20,11 +20,7 @@ PATIENCE = 20  # times the bound, on the wall clock of a busy machine
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
-    """Start JAX and import what rows import, so that no row pays for it."""
-    from flax import nnx  # noqa: F401
-
-    import jzero.data  # noqa: F401
-
+    """Start JAX, so that no row pays for it."""
     jax.random.key(0)
 
 

@@ -167,7 +167,7 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-@fuzzer(few=60, many=1500)
+@fuzzer(few=40, many=1500)
 def checkpoints(r, folder):
     state, shardings, files = saved(folder)
     path, other = r.sample([path for path in files if path.parent != folder], 2)
