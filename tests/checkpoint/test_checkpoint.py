@@ -56,6 +56,7 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     assert_same(read, {"params/w": saved["params"]["w"]})
     for tag in (7, 0.25):
         save(saved, tmp_path, tag, latest=False).wait()
+        assert_same(restore(tmp_path, shardings(saved), tag=tag), saved)
     assert names(tmp_path) == {"a", "7", "0.25", "latest"}
     assert (tmp_path / "latest").read_text() == "a"
     assert save(Numbered(jnp.int32(3)), tmp_path / "default").wait().name == "global_step3"
@@ -302,19 +303,19 @@ def test_other_mistakes(tmp_path):
     places = shardings(state())
     more = {name: x for name, x in places.items() if name != "zeros"} | {"more": places["step"]}
     other = jax.eval_shape(lambda: state() | {"step": jnp.zeros(3)})
-    none = r"has no default checkpoint \(it has no file 'latest'\): "
-    for directory_, words, how in (
-        (tmp_path / "empty", f"{none}pass the directory", {}),
+    none, empty = r"has no default checkpoint \(it has no file 'latest'\): ", tmp_path / "empty"
+    empty.mkdir()
+    save(state(), tmp_path, "a", latest=False).wait()
+    for place, words, how in (
+        (empty, f"{none}pass the directory", {}),
         (tmp_path, f"{none}choose a tag: a", {}),
         (tmp_path, "b does not exist", {"tag": "b"}),
         (None, "the checkpoint directory is None", {}),
         (tmp_path, "another model or optimizer: missing more, extra zeros", {"tag": "a", "shardings": more}),
         (tmp_path, r"step is \(\), not \(3,\)", {"tag": "a", "shapes": other}),
     ):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        save(state(), tmp_path, "a", latest=False).wait()
         with pytest.raises(jzero.ConfigError, match=words):
-            restore(directory_, **{"shardings": places, **how})
+            restore(place, **{"shardings": places, **how})
     with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> has type object"):
         save(state(), tmp_path, "a", notes={"x": object()})
     wait()
