@@ -23,9 +23,9 @@ from models.lora import LoRAConfig
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(directory of a checkpoint that 8 devices wrote, its engine)."""
+    """(directory of a checkpoint that 4 devices wrote, its engine)."""
     path = tmp_path_factory.mktemp("saved")
-    made = engine(stage=3, pipe=2, zero=4)
+    made = engine(stage=3, pipe=2, zero=2)
     made.save_checkpoint(path).wait()
     return path, made
 
