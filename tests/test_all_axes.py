@@ -1,6 +1,6 @@
 """All six axes at once, on 64 simulated devices: losses, parameters, text and a checkpoint of one device.
 
-The oracle (`test_group_checkpoints.plain`, and `continued` in `helpers.all_axes`) is Flax and optax on one device.
+The oracle (`helpers.group_layouts.plain`, and `continued` in `helpers.all_axes`) is Flax and optax on one device.
 """
 
 import json

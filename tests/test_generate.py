@@ -1,6 +1,6 @@
 """Generated text. Oracle: the plain module on the whole sequence, without a cache, on one device.
 
-tests/test_families.py and tests/test_models_of_transformers.py compare with `transformers`.
+tests/weights/test_families.py compares with `transformers`.
 """
 
 import dataclasses

@@ -6,6 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+import jzero
+from jzero.config import Config
+from jzero.data import DataLoader
+from jzero.launcher import options
+from jzero.launcher.hostfile import read_hostfile
+from jzero.launcher.job import make_job
+from models.mlp import MLP, cross_entropy
+
+Provoke = Callable[[Path], Any]
+
 
 class Fault(NamedTuple):
     """A row.
@@ -16,90 +29,57 @@ class Fault(NamedTuple):
       provoke: called with an empty folder: raises a ConfigError or a CheckpointError.
       seconds: the bound of `provoke`, in seconds of CPU time.
       parts: texts in the error's one line.
-      test: for a row without `provoke`, the test of the fault, "tests/FILE.py::NAME".
+      test: for a row without `provoke`, the test of the fault, "FILE.py::NAME".
     """
 
     fault: str
     outcome: str
-    provoke: Callable[[Path], Any] | None = None
+    provoke: Provoke | None = None
     seconds: float = 1
     parts: tuple[str, ...] = ()
     test: str = ""
 
 
-def refused(fault: str, provoke: Callable[[Path], Any], *parts: str, outcome: str = "") -> Fault:
+def refused(fault: str, provoke: Provoke, *parts: str, outcome: str = "") -> Fault:
     """Make a row of an input that is refused within a second."""
     return Fault(fault, outcome or "one line, before anything starts", provoke, parts=parts)
 
 
-def load(config: Any) -> Callable[[Path], Any]:
+def load(config: Any) -> Provoke:
     """Load a config from a dict or a path."""
-
-    def provoke(folder: Path) -> Any:
-        from jzero.config import Config
-
-        return Config.load(config)
-
-    return provoke
+    return lambda folder: Config.load(config)
 
 
-def load_text(text: str) -> Callable[[Path], Any]:
+def load_text(text: str) -> Provoke:
     """Load a config from a file with this text."""
-
-    def provoke(folder: Path) -> Any:
-        from jzero.config import Config
-
-        (folder / "config.json").write_text(text)
-        return Config.load(folder / "config.json")
-
-    return provoke
+    return lambda folder: Config.load(written(folder / "config.json", text.encode()))
 
 
-def hosts(text: str) -> Callable[[Path], Any]:
+def hosts(text: str) -> Provoke:
     """Read a hostfile with this text."""
-
-    def provoke(folder: Path) -> Any:
-        from jzero.launcher.hostfile import read_hostfile
-
-        (folder / "hosts").write_text(text)
-        return read_hostfile(folder / "hosts")
-
-    return provoke
+    return lambda folder: read_hostfile(written(folder / "hosts", text.encode()))
 
 
-def command(*words: str, **env: str) -> Callable[[Path], Any]:
+def command(*words: str, **env: str) -> Provoke:
     """Plan a job with these options and variables."""
-
-    def provoke(folder: Path) -> Any:
-        from jzero.launcher import options
-        from jzero.launcher.job import make_job
-
-        return make_job(options.parse([*words, "--no_python", "true"]), {"PATH": "/bin:/usr/bin"} | env, str(folder))
-
-    return provoke
+    parsed = [*words, "--no_python", "true"]
+    return lambda folder: make_job(options.parse(parsed), {"PATH": "/bin:/usr/bin"} | env, str(folder))
 
 
-def variables(content: bytes) -> Callable[[Path], Any]:
+def variables(content: bytes) -> Provoke:
     """Plan a job in a folder with this `.jzero_env`."""
-
-    def provoke(folder: Path) -> Any:
-        (folder / ".jzero_env").write_bytes(content)
-        return command("--platform=cpu")(folder)
-
-    return provoke
+    return lambda folder: command("--platform=cpu")(written(folder / ".jzero_env", content).parent)
 
 
-def batches(size: int) -> Callable[[Path], Any]:
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def batches(size: int) -> Provoke:
     """Load batches of `size` from 16 rows."""
 
     def provoke(folder: Path) -> Any:
-        import jax
-        import numpy as np
-
-        import jzero
-        from jzero.data import DataLoader
-        from models.mlp import MLP, cross_entropy
-
         model = jzero.from_flax(MLP, cross_entropy)
         config = {"train_batch_size": size, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
@@ -123,4 +103,4 @@ def circle() -> dict[str, Any]:
 
 def elsewhere(test: str, fault: str, outcome: str) -> Fault:
     """Make a row of a fault that another test provokes."""
-    return Fault(fault, outcome, test=f"tests/{test}")
+    return Fault(fault, outcome, test=test)

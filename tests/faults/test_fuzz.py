@@ -1,7 +1,7 @@
 """Fuzzers: whatever is read from elsewhere loads, or is refused in one line within a second.
 
-Case N of a fuzzer is made from the seed N, so a failure's number repeats it. The default run has a few hundred cases of
-each fuzzer, `-m slow` thousands, or as many as the environment variable FUZZ says.
+Case N of a fuzzer is made from the seed N, so a failure's number repeats it. The default run has up to a few hundred
+cases of each fuzzer, `-m slow` thousands, or as many as the environment variable FUZZ says.
 """
 
 import concurrent.futures
@@ -47,7 +47,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@fuzzer(few=800, many=10_000)
+@fuzzer(few=300, many=10_000)
 def configs(r, folder):
     data = json.loads(json.dumps(CONFIG))
     for _ in range(r.choice([0, 1, 1, 2, 5])):
@@ -97,7 +97,7 @@ class Linear:
         return jnp.mean(batch @ params["w"] + params["b"])
 
 
-@fuzzer(few=200, many=2000)
+@fuzzer(few=150, many=2000)
 def steps(r, folder):
     def chosen(known, **params):
         name = r.choice(list(known))
@@ -126,7 +126,7 @@ VARIABLES = [
 SHARED = "# shared\nNCCL_DEBUG=INFO\nexport HF_HOME = /data/hf\nXLA_FLAGS=--a=1 --b=2\n\nEMPTY=\n"
 
 
-@fuzzer(few=800, many=10_000)
+@fuzzer(few=500, many=10_000)
 def hostfiles(r, folder):
     match r.randrange(5):
         case 4:
@@ -167,7 +167,7 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-@fuzzer(few=120, many=1500)
+@fuzzer(few=40, many=1500)
 def checkpoints(r, folder):
     state, shardings, files = saved(folder)
     path, other = r.sample([path for path in files if path.parent != folder], 2)
@@ -192,24 +192,10 @@ def checkpoints(r, folder):
         path.write_bytes(files[path])
 
 
-NAMES = [
-    "first",
-    "second",
-    "first\n",
-    " second ",
-    "third",
-    "",
-    "../" + "x",
-    "first/state",
-    ".",
-    "..",
-    "/etc",
-    "~",
-    "first\0",
-]
+NAMES = ["first", "second", "first\n", " second ", "third", "", "../x", "first/state", ".", "..", "/etc", "~", "a\0"]
 
 
-@fuzzer(few=400, many=4000)
+@fuzzer(few=250, many=4000)
 def latest(r, folder):
     saved(folder)
     path = folder / "latest"
@@ -258,7 +244,7 @@ RECORDS = [
 CURVES = [{"step": n, "samples": 8 * n, "Train/Samples/train_loss": 3.0 / n} for n in (1, 2, 3)]
 
 
-@fuzzer(few=600, many=10_000)
+@fuzzer(few=250, many=10_000)
 def ledgers(r, folder):
     name, lines = r.choice([(schema.FILE, RECORDS)] * 3 + [(METRICS, CURVES)])
     lines = json.loads(json.dumps(lines))
@@ -305,7 +291,7 @@ def send_in_pieces(r, port, data):
     return heard
 
 
-@fuzzer(few=80, many=1500)
+@fuzzer(few=30, many=1500)
 def rendezvous(r, folder):
     """Ranks 1 and 2 meet rank 0, whatever strangers send and however wrong another process's place is."""
     with socket.create_server(("127.0.0.1", 0)) as free:

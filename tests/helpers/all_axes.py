@@ -15,8 +15,8 @@ if __name__ == "__main__":  # before JAX starts
     jax.config.update("jax_disable_most_optimizations", True)
 
 import numpy as np
+from helpers.group_layouts import CHUNKED, LAYOUTS, QUIET, make_engine, plain
 from helpers.mixture_models import batches, initial, model
-from test_group_checkpoints import CHUNKED, LAYOUTS, QUIET, make_engine, plain
 
 from jzero.mesh import AXES
 from jzero.tree import named

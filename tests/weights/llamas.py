@@ -1,9 +1,11 @@
 """A small Llama in many layouts, for the tests of weights."""
 
-from functools import partial
+import json
+from functools import cache
 
 import jax
 import numpy as np
+import pytest
 
 import jzero
 from jzero.model import stack_loss
@@ -44,22 +46,28 @@ class One:
         return ((batch @ params) ** 2).mean()
 
 
+@cache
 def model(shape=GROUPED):
-    return jzero.from_flax(partial(lambda shape, rngs: Llama(shape, rngs=rngs), shape))
+    return jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
 
 
 def step(made=None, stage=0, *, more=None, **axes):
-    """A train step on a mesh with these axes; default: one device."""
-    axes = {"zero": 1, **axes}
+    """A train step on a mesh with these axes; default: one device. Tests share those of Llamas."""
+    return _step(made or model(), stage, json.dumps(more or {}), tuple(sorted(axes.items())))
+
+
+@cache
+def _step(made, stage, more, axes):
+    axes = {"zero": 1, **dict(axes)}
     count = int(np.prod(list(axes.values())))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": axes.get("pipe", 1),
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **(more or {}),
+        **json.loads(more),
     }
-    return jzero.make_train_step(made or model(), config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
+    return jzero.make_train_step(made, config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
 
 
 def engine(*arguments, seed=0, **keywords):
@@ -68,7 +76,7 @@ def engine(*arguments, seed=0, **keywords):
 
 def logits(made, params, tokens=TOKENS):
     """Float32 logits, computed on one device."""
-    return np.asarray(made.module(jax.device_get(params))(tokens))
+    return np.asarray(jax.jit(lambda params: made.module(params)(tokens))(jax.device_get(params)))
 
 
 def same(a, b):
@@ -78,3 +86,10 @@ def same(a, b):
         return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
     return jax.tree.all(jax.tree.map(lambda x, y: bool((plain(x) == plain(y)).all()), a, b))
+
+
+def refused(call, *words):
+    """Check that a call is an error with these words."""
+    with pytest.raises(jzero.ConfigError) as error:
+        call()
+    assert [word for word in words if word not in str(error.value)] == [], str(error.value)

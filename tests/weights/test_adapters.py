@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.sampling import some
-from llamas import GROUPED, TOKENS, engine, logits, model, same, step
+from llamas import GROUPED, TOKENS, engine, logits, model, refused, same, step
 from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
 from jzero.cli import main
 from jzero.run.run_report import report
-from models.lora import MODULES, LoRAConfig
+from models.lora import LoRAConfig
 
 ALL = replace(GROUPED, lora=LoRAConfig(r=2, lora_alpha=3, target_modules="all-linear"))
 SOME = replace(GROUPED, lora=LoRAConfig(r=4, lora_alpha=6, target_modules=["v_proj", "gate_proj"]))
@@ -112,11 +112,9 @@ def test_jzero_reads_what_peft_writes(tmp_path, base, peft, shape):
     weights.save_adapters(params, made, tmp_path / "back")
     theirs, ours = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, tmp_path / "back"))
     assert same(theirs, ours)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    mine = json.loads((tmp_path / "back/adapter_config.json").read_text())
-    assert {key: config[key] for key in mine if key not in ("target_modules", "base_model_name_or_path")} == {
-        key: x for key, x in mine.items() if key not in ("target_modules", "base_model_name_or_path")
-    }
+    config, mine = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, tmp_path / "back"))
+    keys = mine.keys() - {"target_modules", "base_model_name_or_path"}
+    assert {key: config[key] for key in keys} == {key: mine[key] for key in keys}
     assert sorted(config["target_modules"]) == sorted(mine["target_modules"])
 
 
@@ -133,11 +131,10 @@ def test_checkpoints(tmp_path, base, layout):
     weights.save(made.state.params, made.step_fn, tmp_path / "merged", "model.safetensors", np.dtype("float32"))
     for source in ("small", "whole"):
         assert main(["export", str(tmp_path / source), str(tmp_path / f"{source}-a"), "--adapters"]) == 0
-        assert {path.name for path in (tmp_path / f"{source}-a").iterdir()} == {
-            "adapter_model.safetensors", "adapter_config.json",
-        }  # fmt: skip
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            assert (tmp_path / f"{source}-a" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+        folders = tmp_path / f"{source}-a", tmp_path / "adapter"
+        files = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders]
+        assert files[0].keys() == {"adapter_model.safetensors", "adapter_config.json"}
+        assert files[0] == files[1]
     weights.export(tmp_path / "whole", tmp_path / "out")
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "merged"))
     assert found.keys() == expected.keys() == load_file(base[0] / "model.safetensors").keys()
@@ -243,31 +240,19 @@ def test_renamed_prefixes(classifier):
 )
 def test_refused_names(classifier, options, words):
     path, _, wrapped = classifier
-    with pytest.raises(jzero.ConfigError) as error:
-        weights.load(path, wrapped.step_fn, **options)
-    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+    refused(lambda: weights.load(path, wrapped.step_fn, **options), *words)
 
 
 def test_refused_adapters(tmp_path, base, adapter):
     path, made = adapter
-
-    def refused(do, *words):
-        with pytest.raises(jzero.ConfigError) as error:
-            do()
-        assert [word for word in words if word not in str(error.value)] == [], str(error.value)
-
     refused(lambda: weights.load(path, made.step_fn), "adapters alone", "pass them as params")
     refused(lambda: base[1].load_weights(path), "the model has none", "lora=LoRAConfig")
     other = step(model(replace(SOME, lora=replace(SOME.lora, lora_alpha=8))))
     params = made.state.params
     refused(lambda: weights.load(path, other, params=params), "lora_alpha = 6, not 8; give the decoder the lora=")
     other = step(model(replace(SOME, lora=replace(SOME.lora, target_modules=["q_proj"]))))
-    layer = "base_model.model.model.layers.0"
-    refused(
-        lambda: weights.load(path, other, params=params),
-        f"missing {layer}.self_attn.q_proj.lora_A.weight (4, 32)",
-        "and 16 more",
-    )
+    missing = "missing base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (4, 32)"
+    refused(lambda: weights.load(path, other, params=params), missing, "and 16 more")
     both = tmp_path / "both"
     made.save_16bit_model(both)
     made.save_adapters(both)
@@ -295,10 +280,3 @@ def test_adapters_alone_are_refused_where_more_is_trained(tmp_path):
         np.testing.assert_allclose(np.float32(found), made.state.params["ends"]["embed"], rtol=2**-8)
     assert "and 5 more are trained besides the adapters" in " ".join(report(step(model(SOME))).split())
     assert "beside the adapters" not in report(step(model(SOME), more=TRAINED)) + report(step())
-
-
-def test_all_modules_have_rows():
-    rows = model(ALL).weights_layout()["adapters"]["tensors"]
-    assert len(rows) == 2 * len(MODULES)
-    assert rows[0]["name"] == "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
-    assert step(model(ALL)).state_shapes.params["stack"]["mlp"]["down"]["down_proj"]["lora_a"].shape == (4, 48, 2)

@@ -7,6 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
+from llamas import One, step
 from safetensors import SafetensorError, deserialize
 
 import jzero
@@ -16,12 +17,8 @@ from jzero.weights.safetensors import File, checksum_of
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 I16 = {"dtype": "I16", "shape": [2, 1], "data_offsets": [8, 12]}
-GOOD = {
-    "__metadata__": {"format": "pt"},
-    "a": F32,
-    "b": I16,
-    "c": {"dtype": "U8", "shape": [], "data_offsets": [12, 13]},
-}
+U8 = {"dtype": "U8", "shape": [], "data_offsets": [12, 13]}
+GOOD = {"__metadata__": {"format": "pt"}, "a": F32, "b": I16, "c": U8}
 DATA = bytes(range(1, 14))
 
 
@@ -151,7 +148,7 @@ def mutated(chance):
     return bytes(blob[: chance.choice([len(blob)] * 5 + [chance.randrange(len(blob))])])
 
 
-@pytest.mark.parametrize("number", [1500, pytest.param(6_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [600, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_mutated_headers(tmp_path, number):
     chance, both, stricter = random.Random(number), 0, []
     for _ in range(number):
@@ -180,44 +177,29 @@ def test_a_checksum_is_the_same_for_every_division(dtype):
         assert checksum_of(other.view(x.dtype).reshape(x.shape), (0, 0, 0), x.shape) != expected
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("../x.safetensors", "'../x.safetensors' is not the name of a file beside it"),
-        ("/etc/passwd", "'/etc/passwd' is not the name of a file beside it"),
-        ("..", "'..' is not the name"),
-        ("", "'' is not the name"),
-        ("a/x.safetensors", "is not the name"),
-        ("x\0.safetensors", "is not the name"),
-        ("x" * 10**6, "is not the name"),
-        (3, "TypeError"),
-        (["x"], "TypeError"),
-        ("absent.safetensors", "absent.safetensors: No such file"),
-        ("directory", "it is not a regular file"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
+ELSEWHERE = {
+    "../x.safetensors": "'../x.safetensors' is not the name of a file beside it",
+    "/etc/passwd": "'/etc/passwd' is not the name of a file beside it",
+    **{name: "is not the name" for name in ("..", "", "a/x.safetensors", "x\0.safetensors", "x" * 10**6)},
+    "absent.safetensors": "absent.safetensors: No such file",
+    "directory": "it is not a regular file",
+    3: "TypeError",
+    ("x",): "TypeError",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), ELSEWHERE.items(), ids=lambda value: str(value)[:20])
 def test_an_index_that_points_elsewhere(tmp_path, name, words):
     (tmp_path / "x.safetensors").write_bytes(packed(GOOD))
     (tmp_path / "copy" / "directory").mkdir(parents=True)
     index = tmp_path / "copy" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": name}}))
-    refused(tmp_path / "copy", words)
-    index.write_text('{"weight_map":' * 10**5)
-    refused(tmp_path / "copy", "is not an index of safetensors files: RecursionError")
-
-
-def refused(directory, words):
-    class Model:
-        def init(self, rng):
-            return {"a": jax.numpy.zeros(2)}
-
-        def loss(self, params, batch, rng):
-            return params["a"].sum()
-
-    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    with pytest.raises(jzero.ConfigError) as error:
-        weights.load(directory, jzero.make_train_step(Model(), config))
-    assert words in str(error.value)
-    assert len(str(error.value)) < 500
-    assert "\n" not in str(error.value)
+    for text, expected in (
+        (json.dumps({"weight_map": {"a": name}}), words),
+        ('{"weight_map":' * 10**5, "is not an index of safetensors files: RecursionError"),
+    ):
+        index.write_text(text)
+        with pytest.raises(jzero.ConfigError) as error:
+            weights.load(tmp_path / "copy", step(One()))
+        assert expected in str(error.value)
+        assert len(str(error.value)) < 500
+        assert "\n" not in str(error.value)

@@ -3,64 +3,38 @@
 import json
 import random
 import shutil
-from itertools import product
 
 import chex
 import jax
 import numpy as np
 import optax
 import pytest
-from helpers.sampling import keep, sample
-from llamas import GROUPED, TIED, TOKENS, engine, logits, model, same, step
+from helpers.sampling import keep
+from llamas import GROUPED, TIED, TOKENS, engine, logits, model, refused, same, step
 from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import weights
 from jzero.weights.safetensors import File
 
-LAYOUTS = [
-    {"stage": 0, "zero": 8},
-    {"stage": 1, "zero": 4, "data": 2},
-    {"stage": 3, "zero": 8},
-    {"stage": 2, "pipe": 2, "zero": 2},
-    {"stage": 3, "pipe": 4, "zero": 2},
-]
+BATCH = {"inputs": TOKENS, "labels": TOKENS}
+FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(4)}
 
 
-def hugging_face(directory, shape=GROUPED, **options):
-    """(directory of a Llama that transformers made and saved, its logits)."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+@pytest.mark.parametrize(("shape", "options"), [(GROUPED, {}), (TIED, {"max_shard_size": "20KB"})], ids=["one", "many"])
+def test_what_transformers_saved(tmp_path, shape, options):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     table = model(shape).weights_layout()["config"]
     config = {key: value for key, value in table.items() if key not in ("rope_theta", "rope_scaling", "architectures")}
     made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.2))
-    made.save_pretrained(directory, **options)
+    made.save_pretrained(tmp_path, **options)
     with torch.no_grad():
-        return made(torch.tensor(TOKENS)).logits.numpy()
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    sample(product([GROUPED, TIED], [{}, {"max_shard_size": "20KB"}]), lambda case: map(str, case), strength=1),
-    ids=["grouped-one", "grouped-shards", "tied-one", "tied-shards"],
-)
-def test_what_transformers_saved(tmp_path, shape, options):
-    there = hugging_face(tmp_path, shape, **options)
+        there = made(torch.tensor(TOKENS)).logits.numpy()
     assert (len([*tmp_path.glob("*.safetensors")]) > 1) == bool(options)
-    made = engine(model(shape), 3, zero=2)
-    made.load_weights(tmp_path)
     assert abs(there).max() > 0.5
-    np.testing.assert_allclose(logits(model(shape), made.state.params), there, atol=1e-5, rtol=0)
-
-
-def test_tables_of_older_downloads(copy):
-    """Files of Llama 1 and 2 contain the rotary frequencies too."""
-    frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(4)}
-    rewrite(copy, lambda found: found | frequencies)
-    weights.load(copy, step())
-    rewrite(copy, lambda found: found | {"model.layers.0.rotary": np.ones(4, np.float32)})
-    refused(copy, "extra model.layers.0.rotary (4,)")
+    params = weights.load(tmp_path, step(model(shape), 3, zero=2))
+    np.testing.assert_allclose(logits(model(shape), params), there, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -79,57 +53,6 @@ def copy(tmp_path, exported):
     return shutil.copytree(exported[0], tmp_path / "copy")
 
 
-@pytest.mark.parametrize(
-    "layout", keep(LAYOUTS, LAYOUTS[3:4]), ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items())
-)
-def test_any_layout_has_the_same_bits(exported, layout):
-    path, saved = exported
-    made = step(**layout)
-    params = weights.load(path, made)
-    assert jax.tree.map(lambda x: x.sharding, params) == made.state_shardings.params
-    assert same(params, saved.state.params)
-    state = made.init(jax.random.key(0), params)
-    assert jax.tree.map(lambda x: x.sharding, state) == made.state_shardings
-    assert same(state.params, saved.state.params)
-
-
-@pytest.mark.slow
-def test_a_loaded_run_is_a_new_run_from_these_weights(exported):
-    path, saved = exported
-    batch = {"inputs": TOKENS, "labels": TOKENS}
-    made = engine(stage=2, zero=2)
-    made.train_batch(batch)
-    made.load_weights(path)
-    assert (made.global_steps, made.global_samples, made.micro_steps, int(made.state.step)) == (0, 0, 0, 0)
-    assert made.metrics == {}
-    other = engine(stage=2, zero=2)
-    other.state = other.step_fn.init(jax.random.key(0), saved.state.params)
-    for _ in range(2):
-        assert made.train_batch(batch) == other.train_batch(batch)
-    assert same(made.state, other.state)
-
-
-@pytest.mark.slow
-def test_an_optimizer_that_keeps_the_parameters(exported):
-    """Its copy of the loaded parameters has buffers of its own, because the step donates both."""
-    path, saved = exported
-    keeps = optax.GradientTransformation(lambda params: {"first": params}, lambda grads, state, params: (grads, state))
-    made = jzero.make_train_step(model(), step().config, mesh=step().mesh, optimizer=keeps)
-    state = made.init(jax.random.key(0), weights.load(path, made))
-    assert same(state.opt_state["first"], saved.state.params)
-    state, _ = made(state, {"inputs": TOKENS[:1], "labels": TOKENS[:1]})
-    assert same(state.opt_state["first"], saved.state.params)
-    assert not same(state.params, saved.state.params)
-
-
-def test_half_precision_files_become_masters(tmp_path, exported):
-    _, saved = exported
-    weights.export(exported[0].parent / "ckpt", tmp_path / "bf16", dtype="bfloat16")
-    params = weights.load(tmp_path / "bf16", step())
-    assert same(params, jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), saved.state.params))
-    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"float32"}
-
-
 @pytest.fixture
 def read(monkeypatch):
     """The sizes in bytes of all reads."""
@@ -144,12 +67,23 @@ def read(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("layout", [{"zero": 8}, {"zero": 4, "data": 2}, {"pipe": 2}], ids=str)
-def test_every_slice_is_read_once(exported, read, layout):
+LAYOUTS = [
+    {"stage": 0, "zero": 8}, {"stage": 1, "zero": 4, "data": 2}, {"stage": 3, "zero": 8},
+    {"stage": 2, "pipe": 2, "zero": 2}, {"stage": 3, "pipe": 4, "zero": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[1:4]), ids=str)
+def test_any_layout_has_the_same_bits(exported, read, layout):
     """A process with all devices reads the bytes of the parameters once, regardless of replicas."""
-    made = step(stage=3, **layout)
-    params = weights.load(exported[0], made)
+    (path, saved), made = exported, step(**layout)
+    params = weights.load(path, made)
     assert sum(read) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert jax.tree.map(lambda x: x.sharding, params) == made.state_shardings.params
+    assert same(params, saved.state.params)
+    state = made.init(jax.random.key(0), params)
+    assert jax.tree.map(lambda x: x.sharding, state) == made.state_shardings
+    assert same(state.params, saved.state.params)
 
 
 def test_a_process_reads_its_own_slices(copy, read, monkeypatch):
@@ -171,13 +105,59 @@ def test_a_process_reads_its_own_slices(copy, read, monkeypatch):
     assert sum(read) == expected
 
 
+@pytest.mark.slow
+def test_a_loaded_run_is_a_new_run_from_these_weights(exported):
+    path, saved = exported
+    made = engine(stage=2, zero=2)
+    made.train_batch(BATCH)
+    made.load_weights(path)
+    assert (made.global_steps, made.global_samples, made.micro_steps, int(made.state.step)) == (0, 0, 0, 0)
+    assert made.metrics == {}
+    other = engine(stage=2, zero=2)
+    other.state = other.step_fn.init(jax.random.key(0), saved.state.params)
+    for _ in range(2):
+        assert made.train_batch(BATCH) == other.train_batch(BATCH)
+    assert same(made.state, other.state)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_keeps_the_parameters(exported):
+    """Its copy of the loaded parameters has buffers of its own, because the step donates both."""
+    path, saved = exported
+    keeps = optax.GradientTransformation(lambda params: {"first": params}, lambda grads, state, params: (grads, state))
+    made = jzero.make_train_step(model(), step().config, mesh=step().mesh, optimizer=keeps)
+    state = made.init(jax.random.key(0), weights.load(path, made))
+    assert same(state.opt_state["first"], saved.state.params)
+    state, _ = made(state, {"inputs": TOKENS[:1], "labels": TOKENS[:1]})
+    assert same(state.opt_state["first"], saved.state.params)
+    assert not same(state.params, saved.state.params)
+
+
+def test_half_precision_files_become_masters(tmp_path, exported):
+    path, saved = exported
+    weights.export(path.parent / "ckpt", tmp_path / "bf16", dtype="bfloat16")
+    params = weights.load(tmp_path / "bf16", step())
+    assert same(params, jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), saved.state.params))
+    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"float32"}
+
+
+@pytest.mark.parametrize("kind", keep(["laid out as the state", "NumPy"], ["laid out as the state"]))
+def test_init_copies_the_params_unless_they_are_given_up(kind):
+    """The first step deletes the state's buffers: the caller's arrays live on, unless `donate`."""
+    made = step()
+    params = made.init(jax.random.key(0)).params
+    if kind == "NumPy":
+        params = jax.tree.map(np.array, params)
+    before = jax.tree.map(np.array, params)
+    batch = {name: np.zeros((made.batch_sizes.train, 8), np.int32) for name in ("inputs", "labels")}
+    made(made.init(jax.random.key(1), params), batch)
+    chex.assert_trees_all_equal(jax.tree.map(np.array, params), before)
+    if kind != "NumPy":
+        made(made.init(jax.random.key(1), params, donate=True), batch)
+        assert all(x.is_deleted() for x in jax.tree.leaves(params))
+
+
 # ------------------------------------------------------------------------------------------- mistakes
-
-
-def refused(path, *words, made=None):
-    with pytest.raises(jzero.ConfigError) as error:
-        weights.load(path, made or step())
-    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
 
 
 def rewrite(directory, change):
@@ -192,6 +172,8 @@ def rewrite(directory, change):
 
 def test_tensors_of_another_model(copy):
     def change(found):
+        found |= FREQUENCIES  # which files of Llama 1 and 2 contain, too
+        found["model.layers.0.rotary"] = np.ones(4, np.float32)
         found["model.norm.bias"] = found["model.norm.weight"]
         found["lm_head.weight"] = found["lm_head.weight"][:-1].copy()
         found["model.layers.1.mlp.up_proj.weight"] = found["model.layers.1.mlp.up_proj.weight"].astype("int32")
@@ -201,14 +183,13 @@ def test_tensors_of_another_model(copy):
     made = engine()
     before = made.state
     rewrite(copy, change)
-    words = (
-        "another model: missing model.layers.2.self_attn.q_proj.weight (32, 32), extra model.norm.bias (32,)",
+    refused(
+        lambda: made.load_weights(copy),
+        "another model: missing model.layers.2.self_attn.q_proj.weight (32, 32), extra "
+        "model.layers.0.rotary (4,), extra model.norm.bias (32,), lm_head",
         "lm_head.weight is (63, 32), not (64, 32)",
         "model.layers.1.mlp.up_proj.weight is int32, not float32",
     )
-    refused(copy, *words)
-    with pytest.raises(jzero.ConfigError, match=r"extra model\.norm\.bias"):
-        made.load_weights(copy)
     assert made.state is before
 
 
@@ -229,32 +210,66 @@ def test_a_config_of_another_model(copy, change, words):
     config = json.loads((copy / "config.json").read_text()) | change
     (copy / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
     if words:
-        refused(copy, words)
+        refused(lambda: weights.load(copy, step()), words)
     else:
         weights.load(copy, step())
 
 
-def test_missing_and_damaged_files(tmp_path, copy):
-    refused(tmp_path / "nowhere", "no such directory or .safetensors file")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    refused(empty, "contains no *.safetensors")
-    (empty / "pytorch_model.bin").write_bytes(b"x")
-    refused(empty, "contains pytorch_model.bin, which jzero does not read: convert it to safetensors")
-    first = min(copy.glob("model-*.safetensors"))
+def unlink_index(copy, first):
+    (copy / "model.safetensors.index.json").unlink()
+    shutil.copy(first, copy / "other.safetensors")
+
+
+def flip_last(copy, first):
     data = first.read_bytes()
-    for broken, words in {
-        data[:-1]: "it is truncated",
-        data[:20]: "its header is longer than the file",
-        b"\x02" + bytes(7) + b"{}"[:1] + b"x": "is not a complete safetensors file",
-        b"": "is not a complete safetensors file",
+    first.write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
+
+
+def written(file, text):
+    return lambda copy, first: (copy / file).write_text(text)
+
+
+def changed(change):
+    return lambda copy, first: first.write_bytes(change(first.read_bytes()))
+
+
+NO_OBJECT, CHECKSUM = "config.json is not a JSON object", "its header does not match its checksum"
+DAMAGE = {
+    "truncated": (changed(lambda data: data[:-1]), "it is truncated"),
+    "a part of the header": (changed(lambda data: data[:20]), "its header is longer than the file"),
+    "no JSON": (changed(lambda data: b"\x02" + bytes(7) + b"{x"), "is not a complete safetensors file"),
+    "empty": (changed(lambda data: b""), "is not a complete safetensors file"),
+    "another layer": (
+        changed(lambda data: data.replace(b"model.layers.0.", b"model.layers.1.", 1)),
+        f"{CHECKSUM}: copy or export it again",
+    ),
+    "another key": (changed(lambda data: data.replace(b"jzero.checksums", b"jzerp.checksums")), CHECKSUM),
+    "a value": (flip_last, "copy: damaged: values in model-00001-of-"),
+    "absent": (lambda copy, first: first.unlink(), ".safetensors: No such file or directory"),
+    "an index": (written("model.safetensors.index.json", "[]"), "is not an index of safetensors files"),
+    "two files": (unlink_index, "some tensors are in two of"),
+    "a config that ends": (written("config.json", "{"), NO_OBJECT),
+    "a config that is a list": (written("config.json", "[]"), NO_OBJECT),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files(copy, name):
+    make, words = DAMAGE[name]
+    make(copy, min(copy.glob("model-*.safetensors")))
+    refused(lambda: weights.load(copy, step()), words)
+
+
+def test_what_is_no_directory_of_weights(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "pytorch_model.bin").write_bytes(b"x")
+    for name, words in {
+        "nowhere": "no such directory or .safetensors file",
+        "empty": "contains no *.safetensors",
+        "torch": "contains pytorch_model.bin, which jzero does not read: convert it to safetensors",
     }.items():
-        first.write_bytes(broken)
-        refused(copy, words)
-    first.unlink()
-    refused(copy, f"{first.name}: No such file or directory")
-    (copy / "model.safetensors.index.json").write_text("[]")
-    refused(copy, "is not an index of safetensors files")
+        refused(lambda name=name: weights.load(tmp_path / name, step()), words)
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(1500, marks=pytest.mark.slow)])
@@ -274,75 +289,33 @@ def test_no_damaged_byte_gives_other_weights(copy, exported, number):
             block = good[at - some // 2 :][: len(block)]
         file.write_bytes(good[:at] + block + good[at + len(block) :])
         if file.read_bytes() != good:
-            refused(copy, file.name, made=made)
+            refused(lambda: weights.load(copy, made), file.name)
         file.write_bytes(good)
     assert same(weights.load(copy, made), exported[1].state.params)
 
 
-def test_a_damaged_value_names_the_file_and_the_way_out(copy):
-    first = min(copy.glob("*.safetensors"))
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 128
-    first.write_bytes(data)
-    refused(copy, f"{copy}: damaged: values in {first.name} do not match their checksums; copy or export")
-    data[-1] ^= 128
-    first.write_bytes(data.replace(b"model.layers.0.", b"model.layers.1.", 1))
-    refused(copy, f"{first} is not a complete", "its header does not match its checksum: copy or export it again")
-    first.write_bytes(data.replace(b"jzero.checksums", b"jzerp.checksums"))
-    refused(copy, "its header does not match its checksum")
-
-
 def test_other_tensors_in_a_damaged_file_are_not_read(copy):
     """The tensors that are read decide: a part that the model ignores may be damaged."""
-    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
-    rewrite(copy, lambda found: found | frequencies)
+    rewrite(copy, lambda found: found | FREQUENCIES)
     found = load_file(copy / "model.safetensors")
     file = File.create(copy / "model.safetensors", {name: (x.dtype, x.shape) for name, x in found.items()})
     for name, x in found.items():
         for part, view in file.windows(name, tuple(slice(0, n) for n in x.shape)):
             view[...] = x[part]
     file.finish()
-    for name, passes in {next(iter(frequencies)): True, "model.norm.weight": False}.items():
+    for name, passes in {next(iter(FREQUENCIES)): True, "model.norm.weight": False}.items():
         damaged = bytearray((copy / "model.safetensors").read_bytes())
         damaged[file.entries[name].start] ^= 1
         (copy / "model.safetensors").write_bytes(damaged)
-        weights.load(copy, step()) if passes else refused(copy, "values in model.safetensors do not match")
-
-
-def test_an_invalid_config_json(copy):
-    for text in ("{", "[]"):
-        (copy / "config.json").write_text(text)
-        refused(copy, "config.json is not a JSON object")
-
-
-def test_a_tensor_in_two_files(copy):
-    (copy / "model.safetensors.index.json").unlink()
-    first, *_ = sorted(copy.glob("*.safetensors"))
-    shutil.copy(first, copy / "other.safetensors")
-    refused(copy, "some tensors are in two of", "other.safetensors")
+        if passes:
+            weights.load(copy, step())
+        else:
+            refused(lambda: weights.load(copy, step()), "values in model.safetensors do not match")
 
 
 def test_params_of_another_model_for_init():
     made = step()
     params = made.init(jax.random.key(0)).params
     params["ends"] = {"embed": params["ends"]["embed"][1:], "norm": params["ends"]["norm"]}
-    with pytest.raises(
-        jzero.ConfigError, match=r"missing ends/head/kernel \(32, 64\), ends/embed is \(63, 32\), not \(64, 32\)"
-    ):
-        made.init(jax.random.key(0), params)
-
-
-@pytest.mark.parametrize("kind", keep(["laid out as the state", "NumPy"], ["laid out as the state"]))
-def test_init_copies_the_params_unless_they_are_given_up(kind):
-    """The first step deletes the state's buffers: the caller's arrays live on, unless `donate`."""
-    made = step()
-    params = made.init(jax.random.key(0)).params
-    if kind == "NumPy":
-        params = jax.tree.map(np.array, params)
-    before = jax.tree.map(np.array, params)
-    batch = {name: np.zeros((made.batch_sizes.train, 8), np.int32) for name in ("inputs", "labels")}
-    made(made.init(jax.random.key(1), params), batch)
-    chex.assert_trees_all_equal(jax.tree.map(np.array, params), before)
-    if kind != "NumPy":
-        made(made.init(jax.random.key(1), params, donate=True), batch)
-        assert all(x.is_deleted() for x in jax.tree.leaves(params))
+    words = "missing ends/head/kernel (32, 64), ends/embed is (63, 32), not (64, 32)"
+    refused(lambda: made.init(jax.random.key(0), params), words)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import sys
 from pathlib import Path
 
 import jax
@@ -11,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.sampling import keep
+from launcher.jobs import Command
 from llamas import TIED, Net, engine, model
 from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
 from jzero.weights.save import _part, gather_params
-
-sys.path.append(str(Path(__file__).parents[1] / "launcher"))
-from jobs import Command
 
 LAYOUTS = [
     {}, {"stage": 0, "zero": 4}, {"stage": 3, "zero": 8}, {"stage": 3, "zero": 2, "data": 2},
@@ -33,35 +30,38 @@ def test_it_is_the_export_in_bfloat16(tmp_path, layout):
     made.save_checkpoint(tmp_path / "ckpt").wait()
     weights.export(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
     assert made.save_16bit_model(tmp_path / "new" / "saved") is True
-    assert sorted(p.name for p in (tmp_path / "new" / "saved").iterdir()) == ["config.json", "model.safetensors"]
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "new" / "saved" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("new/saved", "out")]
+    assert files[0].keys() == {"config.json", "model.safetensors"}
+    assert files[0] == files[1]
 
 
-def test_names_dtypes_and_what_is_there_already(tmp_path):
-    made = engine(model(TIED), zero=2)
+@pytest.fixture(scope="module")
+def half():
+    """The engine of a model without a table, in float16."""
+    return engine(Net(), zero=2, more={"fp16": {"enabled": True}})
+
+
+def test_names_dtypes_and_what_is_there_already(half, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     (tmp_path / "a.safetensors").write_text("old")
-    made.save_16bit_model(tmp_path, "a.safetensors")
+    engine(model(TIED), zero=2).save_16bit_model(tmp_path, "a.safetensors")
     assert (tmp_path / "config.json").read_text() == "mine"
     assert load_file(tmp_path / "a.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
-    half = engine(Net(), zero=2, more={"fp16": {"enabled": True}})
     half.save_16bit_model(tmp_path, "half.safetensors")
     found = load_file(tmp_path / "half.safetensors")
     assert {x.dtype for x in found.values()} == {np.dtype("float16")}
     np.testing.assert_array_equal(found["stack.w"], half.state.params["stack"]["w"].astype("float16"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "config.json", "half.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "config.json", "half.safetensors"}
 
 
-def test_values_beyond_float16(tmp_path):
-    made = engine(Net(), zero=2, more={"fp16": {"enabled": True}})
-    params = made.state.params
+def test_values_beyond_float16(half, tmp_path, monkeypatch):
+    params = half.state.params
     w = params["stack"]["w"].at[1].set(1e5)
-    made.state = dataclasses.replace(made.state, params=params | {"stack": params["stack"] | {"w": w}})
-    with pytest.raises(
-        jzero.ConfigError, match=r"stack\.w has values beyond the range of float16: jzero export --dtype bfloat16"
-    ):
-        made.save_16bit_model(tmp_path)
+    large = dataclasses.replace(half.state, params=params | {"stack": params["stack"] | {"w": w}})
+    monkeypatch.setattr(half, "state", large)
+    words = r"stack\.w has values beyond the range of float16: jzero export --dtype bfloat16"
+    with pytest.raises(jzero.ConfigError, match=words):
+        half.save_16bit_model(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -188,9 +188,7 @@ def test_two_processes(tmp_path):
         assert one["there"].startswith("error: nowhere: no such directory; ")
         assert {one["copy0None"], one["copy3None"]} == {"2"}
         for damaged in ("copy00", "copy01", "copy30", "copy31"):
-            assert re.match(
-                r"error: copy\d/model.safetensors: damaged: values in model.safetensors do not", one[damaged]
-            )
+            assert re.match(r"error: copy\d/model.safetensors: damaged: values in model.saf", one[damaged])
         assert re.match(r"error: /proc/nowhere/model.safetensors cannot be written: ", one["place"])
         assert "room/model.safetensors cannot be written: No space left on device" in one["room"]
     assert [*(tmp_path / "room").iterdir()] == []

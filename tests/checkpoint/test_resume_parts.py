@@ -9,18 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.resuming import SAVED
+from helpers.resuming import SAVED, no_signal_handler  # noqa: F401
 from helpers.sampling import keep, some
-from layouts import LAYOUTS, assert_same, batch, build, data
+from layouts import LAYOUTS, Net, assert_same, batch, build, data
 
 import jzero
-from jzero.distributed import preemption
-
-
-@pytest.fixture(autouse=True)
-def no_signal_handler(monkeypatch):
-    """SIGTERM stays pytest's."""
-    monkeypatch.setattr(preemption, "listen", lambda: None)
 
 
 def scheduled(engine):
@@ -29,17 +22,24 @@ def scheduled(engine):
     return {int(n) for node in nodes if isinstance(node, optax.ScaleByScheduleState) for n in np.ravel(node.count)}
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(the directory of a checkpoint, its engine)."""
+    directory, engine = tmp_path_factory.mktemp("run"), build(LAYOUTS["stage1"], training_data=data())
+    for _ in range(SAVED):
+        engine.train_batch()
+    engine.save_checkpoint(directory).wait()
+    return directory, engine
+
+
 @pytest.mark.parametrize("other", keep(["Lamb", "Muon", "SGD"], ["Muon"]))
-def test_the_optimizer_changes(tmp_path, other):
+def test_the_optimizer_changes(run, other):
     """The parameters and the schedule go on, the optimizer is new."""
-    saved = build(LAYOUTS["stage1"])
-    for step in range(SAVED):
-        saved.train_batch(batch(step))
-    saved.save_checkpoint(tmp_path)
-    engine = build(LAYOUTS["stage3"], optimizer={"type": other, "params": {"lr": 0.01}})
+    directory, saved = run
+    engine = build(LAYOUTS["one"], optimizer={"type": other, "params": {"lr": 0.01}})
     with pytest.raises(jzero.ConfigError, match="belongs to another model or optimizer"):
-        engine.load_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        engine.load_checkpoint(directory)
+    engine.load_checkpoint(directory, load_optimizer_states=False)
     assert scheduled(engine) == {SAVED}
     assert engine.get_lr() == saved.get_lr()
     engine.train_batch(batch(9))
@@ -47,18 +47,15 @@ def test_the_optimizer_changes(tmp_path, other):
 
 
 @pytest.mark.slow
-def test_parts_of_a_checkpoint(tmp_path):
-    saved = build(LAYOUTS["stage1"])
-    for step in range(SAVED):
-        saved.train_batch(batch(step))
-    saved.save_checkpoint(tmp_path)
+def test_parts_of_a_checkpoint(run):
+    directory, saved = run
 
     def loaded(**how):
         engine = build(LAYOUTS["stage1"])
         engine.train_batch(batch(8))
         before = jax.device_get((engine.state.opt_state, engine.state.step))
-        path, _ = engine.load_checkpoint(tmp_path, **how)
-        assert path == str(tmp_path / "global_step3")
+        path, _ = engine.load_checkpoint(directory, **how)
+        assert path == str(directory / "global_step3")
         chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (engine, saved)))
         same = [
             all(map(np.array_equal, jax.tree.leaves(jax.device_get(now)), jax.tree.leaves(then)))
@@ -74,23 +71,20 @@ def test_parts_of_a_checkpoint(tmp_path):
     assert loaded(load_module_only=True) == ([True, True], 2)
     other = build(LAYOUTS["stage1"], optimizer={"type": "SGD", "params": {"lr": 1e-2}})
     with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: .* load_module_only=True"):
-        other.load_checkpoint(tmp_path)
-    other.load_checkpoint(tmp_path, load_module_only=True)
+        other.load_checkpoint(directory)
+    other.load_checkpoint(directory, load_module_only=True)
     chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (other, saved)))
     with pytest.raises(jzero.ConfigError, match=r"custom_load_fn: read with jzero\.checkpoint\.restore"):
-        saved.load_checkpoint(tmp_path, custom_load_fn=print)
+        saved.load_checkpoint(directory, custom_load_fn=print)
 
 
-def test_the_parameters_for_other_data(tmp_path):
-    first = build(LAYOUTS["stage1"], training_data=data())
-    first.train_batch()
-    first.save_checkpoint(tmp_path)
-    fewer = build(LAYOUTS["stage1"], training_data=data(8))
+def test_the_parameters_for_other_data(run):
+    directory, first = run
+    fewer = build(LAYOUTS["one"], training_data=data(8))
     with pytest.raises(jzero.ConfigError, match=r"position belongs to other data; .*load_module_only=True"):
-        fewer.load_checkpoint(tmp_path)
-    fewer.load_checkpoint(tmp_path, load_module_only=True)
+        fewer.load_checkpoint(directory)
+    fewer.load_checkpoint(directory, load_module_only=True)
     chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (first, fewer)))
-    fewer.train_batch()
 
 
 @pytest.mark.slow
@@ -132,9 +126,8 @@ def test_frozen_parameters_left_out_at_another_precision(tmp_path, before, after
     assert "computed in" not in capsys.readouterr().err
 
 
-def test_the_former_state_makes_room_for_the_new_one(tmp_path, monkeypatch):
-    engine = build(LAYOUTS["stage1"])
-    engine.save_checkpoint(tmp_path).wait()
+def test_the_former_state_makes_room_for_the_new_one(run, monkeypatch):
+    directory, engine = run[0], build(LAYOUTS["stage1"])
     former, read, alive = [weakref.ref(x) for x in jax.tree.leaves(engine.state)], jzero.checkpoint.Checkpoint.read, []
 
     def counted(self, shardings):
@@ -142,33 +135,31 @@ def test_the_former_state_makes_room_for_the_new_one(tmp_path, monkeypatch):
         return read(self, shardings)
 
     monkeypatch.setattr(jzero.checkpoint.Checkpoint, "read", counted)
-    engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(directory)
     assert alive == [0]
 
 
-def test_what_fits_of_another_model(tmp_path):
+class Other(Net):
+    """Its head has another shape."""
+
+    def init(self, rng):
+        params = super().init(rng)
+        return params | {"ends": params["ends"] | {"last": jnp.ones((8, 8, 1))}}
+
+    def suffix(self, ends, x, batch, rng):
+        return super().suffix(ends | {"last": ends["last"][..., 0]}, x, batch, rng)
+
+
+def test_what_fits_of_another_model(run, tmp_path):
     """load_module_strict=False: fine-tuning with another head."""
-    saved = build(LAYOUTS["stage1"])
-    saved.train_batch(batch(0))
-    saved.save_checkpoint(tmp_path)
-
-    class Other(type(saved.step_fn.model)):
-        def init(self, rng):
-            params = super().init(rng)
-            return params | {"ends": params["ends"] | {"last": jnp.ones((8, 8, 1))}}
-
-        def suffix(self, ends, x, batch, rng):
-            return super().suffix(ends | {"last": ends["last"][..., 0]}, x, batch, rng)
-
-    engine, *_ = jzero.initialize(model=Other(), config=saved.config, mesh=saved.mesh)
-    with pytest.raises(
-        jzero.ConfigError, match=r"another model or optimizer: .*params/ends/last is \(8, 8\), not \(8, 8, 1\)"
-    ):
-        engine.load_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path, load_module_strict=False)
+    directory, saved = run
+    engine = build(LAYOUTS["one"], model=Other())
+    words = r"another model or optimizer: .*params/ends/last is \(8, 8\), not \(8, 8, 1\)"
+    with pytest.raises(jzero.ConfigError, match=words):
+        engine.load_checkpoint(directory)
+    engine.load_checkpoint(directory, load_module_strict=False)
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
     np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
-    engine.train_batch(batch(1))
     jzero.checkpoint.save({"something": jnp.ones(3)}, tmp_path, "else").wait()
     with pytest.raises(jzero.ConfigError, match="else has nothing for this model: its leaves are something"):
         engine.load_checkpoint(tmp_path, "else", load_module_strict=False)

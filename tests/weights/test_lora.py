@@ -1,5 +1,6 @@
 """LoRA fine-tuning in every layout is that of plain Flax and optax on one device; frozen weights exist once."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -167,20 +168,20 @@ def test_adapters_start_at_nothing():
     """B is zero, and A as wide as peft's; fused modules have an A and a B each, in the widths of peft."""
     shapes = {"q_proj": (32, 32), "k_proj": (32, 16), "v_proj": (32, 16), "o_proj": (32, 32)}
     shapes |= {"gate_proj": (32, 48), "up_proj": (32, 48), "down_proj": (48, 32)}
-    config = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, lora=LoRAConfig(target_modules="all-linear"))
-    params = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)).init(jax.random.key(0))
-    found = {path[-2].key: {} for path, _ in leaves(params) if is_adapter(path)}
-    for path, x in leaves(params):
+    config = replace(CONFIG, lora=LoRAConfig(target_modules="all-linear"))
+    model, found = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)), {name: {} for name in shapes}
+    for path, x in leaves(jax.jit(model.init)(jax.random.key(0))):
         if is_adapter(path):
             found[path[-2].key][path[-1].key] = x
-    assert {name: (x["lora_a"].shape, x["lora_b"].shape) for name, x in found.items()} == {
-        name: ((2, width, 8), (2, 8, out)) for name, (width, out) in shapes.items()
-    }
     assert set(found) == set(MODULES)
-    for adapter in found.values():
-        bound = adapter["lora_a"].shape[1] ** -0.5
-        assert not adapter["lora_b"].any()
-        assert 0.8 * bound < abs(adapter["lora_a"]).max() <= bound
+    for name, (width, out) in shapes.items():
+        a, b = found[name]["lora_a"], found[name]["lora_b"]
+        assert (a.shape, b.shape) == ((2, width, 8), (2, 8, out))
+        assert not b.any()
+        assert 0.8 * width**-0.5 < abs(a).max() <= width**-0.5
+    rows = model.weights_layout()["adapters"]["tensors"]
+    assert len(rows) == 2 * len(MODULES)
+    assert rows[0]["name"] == "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(

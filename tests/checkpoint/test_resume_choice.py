@@ -8,85 +8,95 @@ import zlib
 
 import jax
 import pytest
-from helpers.resuming import samples
+from helpers.engines import engine as small_engine
+from helpers.engines import parts
+from helpers.resuming import no_signal_handler, samples  # noqa: F401
 from helpers.sampling import keep
 from layouts import LAYOUTS, assert_same, batch, build, data
 
 import jzero
 from jzero.checkpoint.directory import _seal
-from jzero.distributed import preemption
+
+ONE = LAYOUTS["one"]
 
 
-@pytest.fixture(autouse=True)
-def no_signal_handler(monkeypatch):
-    """SIGTERM stays pytest's."""
-    monkeypatch.setattr(preemption, "listen", lambda: None)
+def names(path):
+    return {file.name for file in path.glob("[!.]*")}
 
 
-def test_the_newest_that_can_be_read(tmp_path, capfd):
-    engine = build(LAYOUTS["one"], resume=tmp_path)
-    assert f"no checkpoint in {tmp_path} yet: starting at step 0" in capfd.readouterr().out
-    for step in range(4):
-        engine.train_batch(batch(step))
-        engine.save_checkpoint(tmp_path)
+@pytest.fixture(scope="module")
+def engine():
+    """An engine after its first step, which no test trains."""
+    made = build(ONE)
+    made.train_batch(batch(0))
+    return made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with the checkpoints of three steps."""
+    path, made = tmp_path_factory.mktemp("saved"), build(ONE)
+    for step in range(3):
+        made.train_batch(batch(step))
+        made.save_checkpoint(path, client_state={"best": 2})
     jzero.checkpoint.wait()
-    (tmp_path / "global_step3" / "notes.json").write_text("{")
-    (tmp_path / "global_step4" / "state" / "manifest.ocdbt").write_bytes(b"")
-    (tmp_path / "global_step9.saving").mkdir()
-    resumed = build(LAYOUTS["one"], resume=tmp_path)
+    return path
+
+
+@pytest.fixture
+def runs(saved, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(saved, tmp_path / "runs", ignore=shutil.ignore_patterns(".lock*"))
+
+
+def test_the_newest_that_can_be_read(runs, tmp_path, capfd):
+    build(ONE, resume=tmp_path / "new")
+    assert f"no checkpoint in {tmp_path}/new yet: starting at step 0" in capfd.readouterr().out
+    shutil.copytree(runs / "global_step3", runs / "global_step4")
+    (runs / "global_step3" / "notes.json").write_text("{")
+    (runs / "global_step4" / "state" / "manifest.ocdbt").write_bytes(b"")
+    (runs / "global_step9.saving").mkdir()
+    assert build(ONE, resume=runs).global_steps == 2
     out, said = capfd.readouterr()
-    assert resumed.global_steps == 2
-    assert f"resumed from {tmp_path}/global_step2: step 2" in out
-    damaged = f"skipped: checkpoint {tmp_path}/global_step3 is damaged: notes.json"
-    for words in ("global_step9.saving was not finished", f"skipped: reading {tmp_path}/global_step4: ", damaged):
+    assert f"resumed from {runs}/global_step2: step 2" in out
+    damaged = f"skipped: checkpoint {runs}/global_step3 is damaged: notes.json"
+    for words in ("global_step9.saving was not finished", f"skipped: reading {runs}/global_step4: ", damaged):
         assert words in said
     assert said.count("skipped: ") == 3
-    (tmp_path / "global_step4" / "notes.json").unlink()  # a known fault is said too, though it is not tried
-    shutil.rmtree(tmp_path / "global_step3")
-    (tmp_path / "latest").write_text("global_step3")
-    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 2
-    out, said = capfd.readouterr()
+    (runs / "global_step4" / "notes.json").unlink()  # a known fault is said too, though it is not tried
+    shutil.rmtree(runs / "global_step3")
+    assert build(ONE, resume=runs).global_steps == 2
+    said = capfd.readouterr().err
     for words in ("global_step3 does not exist, and latest names it", "global_step4 is not complete: notes.json"):
-        assert f"skipped: checkpoint {tmp_path}/{words}" in said
-    (tmp_path / "latest").write_text("global_step1")
-    build(LAYOUTS["one"], resume=tmp_path)
+        assert f"skipped: checkpoint {runs}/{words}" in said
+    (runs / "latest").write_text("global_step1")
+    build(ONE, resume=runs)
     assert "global_step2: step 2 (latest names global_step1)" in capfd.readouterr().out
 
     for tag in ("global_step1", "global_step2"):
-        (tmp_path / tag / "notes.json").unlink()
+        (runs / tag / "notes.json").unlink()
     with pytest.raises(jzero.CheckpointError, match=r"none of the 3 checkpoints in .* can be read"):
-        build(LAYOUTS["one"], resume=tmp_path)
-    for path in tmp_path.glob("global_step*"):
+        build(ONE, resume=runs)
+    for path in runs.glob("global_step*"):
         shutil.rmtree(path)
     with pytest.raises(jzero.CheckpointError, match="global_step1 does not exist, and latest names it"):
-        build(LAYOUTS["one"], resume=tmp_path)
+        build(ONE, resume=runs)
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_resume_beside_checkpoints(tmp_path, capfd):
+def test_a_run_that_does_not_resume_beside_checkpoints(runs, capfd):
     """A run prints that it ignores them, and does not remove what it did not write."""
-    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
-    first = build(LAYOUTS["one"], **section)
-    for step in range(4):
-        first.train_batch(batch(step))
-        first.save_checkpoint()
-    jzero.checkpoint.wait()
-    assert "starting at step 0, though" not in capfd.readouterr().err
-    again = build(LAYOUTS["one"], **section)
-    words = f"starting at step 0, though {tmp_path}/runs holds global_step4, global_step3: jzero --resume, or resume="
+    section = {"checkpoint": {"dir": str(runs), "max_to_keep": 1}}
+    again = build(ONE, **section)
+    words = f"starting at step 0, though {runs} holds global_step3, global_step2, global_step1: jzero --resume, or"
     assert words in capfd.readouterr().err
-    for step in range(2):
-        again.train_batch(batch(step))
-        again.save_checkpoint().wait()
-    left = {path.name for path in (tmp_path / "runs").glob("[!.]*")}
-    assert left == {"latest", "ledger.jsonl", "global_step1", "global_step2", "global_step3", "global_step4"}
-    (tmp_path / "file").touch()
-    for place in ("file", "file/runs"):
-        with pytest.raises(jzero.ConfigError, match=r"checkpoint.dir = .*/file is not a writable directory"):
-            build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / place)})
+    shutil.rmtree(runs / "global_step1")
+    again.train_batch(batch(0))
+    again.save_checkpoint().wait()
+    assert names(runs) == {"latest", "ledger.jsonl", "global_step1", "global_step2", "global_step3"}
 
 
-def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
+def test_what_others_left_is_neither_taken_nor_removed(engine, tmp_path, capfd):
     """A directory of DeepSpeed's checkpoints, and other jobs' files."""
     theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
     others = [tmp_path / name / "theirs" for name in ("x.saving", "y.replaced", "z")]
@@ -96,9 +106,7 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
     (tmp_path / "z" / "state").mkdir()
     (tmp_path / "latest").write_text("global_step1")
     with pytest.raises(jzero.CheckpointError, match="global_step1 is not a jzero checkpoint, and latest names it"):
-        build(LAYOUTS["one"], resume=tmp_path)
-    engine = build(LAYOUTS["one"])
-    engine.train_batch(batch(0))
+        build(ONE, resume=tmp_path)
     for tag, place in (("global_step1",) * 2, ("x", r"x\.saving"), ("y", r"y\.replaced"), ("z", "z")):
         with pytest.raises(jzero.ConfigError, match=f"{place} exists and is not a jzero checkpoint: choose another"):
             engine.save_checkpoint(tmp_path, tag)
@@ -119,78 +127,73 @@ def test_what_others_left_is_neither_taken_nor_removed(tmp_path, capfd):
     assert all(file.exists() for file in (theirs, *others))
     (tmp_path / "latest").write_text("global_step1")
     shutil.rmtree(tmp_path / "w")
-    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
-    (tmp_path / "latest").write_bytes(b"global_\xff\x00")  # damaged, and not needed
-    capfd.readouterr()
-    assert build(LAYOUTS["one"], resume=tmp_path).global_steps == 1
-    assert r"its file 'latest' is damaged: it contains 'global_\udcff" in capfd.readouterr().err
+    assert build(ONE, resume=tmp_path).global_steps == 1
 
 
-def test_a_damaged_latest(tmp_path, capfd):
+def test_a_damaged_latest(engine, runs, capfd):
     """A resume takes the newest whole checkpoint; a load is an error in one line."""
-    engine, runs = build(LAYOUTS["one"]), tmp_path / "runs"
-    for step in range(2):
-        engine.train_batch(batch(step))
-        engine.save_checkpoint(runs).wait()
-    engine.save_checkpoint(tmp_path / "other").wait()
-    outside = tmp_path / "other" / "global_step2"
+    engine.save_checkpoint(runs.parent / "other").wait()
+    outside = runs.parent / "other" / "global_step1"
     texts = {
         bytes(20): "damaged: it contains '\\x00", b"g" * 10**6: "damaged: it contains 'ggg", b"": "empty",
-        b"../other/global_step2": "damaged: it contains '../other/", str(outside).encode(): "damaged: it contains '/",
+        b"../other/global_step1": "damaged: it contains '../other/", str(outside).encode(): "damaged: it contains '/",
         b"..": "damaged: it contains '..'", b".": "damaged: it contains '.'", b"global_step1\nx": "damaged",
-        b"global_step1.saving": "damaged: it contains 'global_step1.saving'", b"\xff\xfe": "damaged",
+        b"global_step1.saving": "damaged: it contains 'global_step1.saving'", b"global_\xff\x00": "damaged",
     }  # fmt: skip
-    faults = [(lambda text=text: (runs / "latest").write_bytes(text), words) for text, words in texts.items()]
-    faults += [((runs / "latest").mkdir, "is not a file"), (lambda: os.mkfifo(runs / "latest"), "is not a file")]
+    latest = runs / "latest"
+    faults = [(lambda text=text: latest.write_bytes(text), words) for text, words in texts.items()]
+    faults += [(latest.mkdir, "is not a file"), (lambda: os.mkfifo(latest), "is not a file")]
     for make, words in faults:
-        latest = runs / "latest"
         latest.rmdir() if latest.is_dir() else latest.unlink()
         make()
         with pytest.raises(jzero.ConfigError) as error:
             engine.load_checkpoint(runs)
         assert f"{runs} has no default checkpoint (its " in str(error.value)
         assert words in str(error.value)
-        assert "choose a tag: global_step2, global_step1" in str(error.value)
+        assert "choose a tag: global_step3, global_step2, global_step1" in str(error.value)
         capfd.readouterr()
-        assert build(LAYOUTS["one"], resume=runs).global_steps == 2
+        assert build(ONE, resume=runs).global_steps == 3
         out, err = capfd.readouterr()
-        assert f"resumed from {runs}/global_step2: step 2" in out
+        assert f"resumed from {runs}/global_step3: step 3" in out
         (line,) = [line for line in err.splitlines() if line.startswith("jzero: ")]
         assert line.startswith(f"jzero: skipped: {runs}: its ")
         assert words in line
         for problem in (line, str(error.value)):
             assert problem.isprintable()
             assert len(problem) < 2 * len(str(runs)) + 200
-    engine.save_checkpoint(runs).wait()  # replaces the pipe
-    assert engine.load_checkpoint(runs)[0] == str(runs / "global_step2")
-    for tag in ("global_step1", "global_step2"):
-        shutil.rmtree(runs / tag)
-    (runs / "latest").write_bytes(bytes(9))
+    engine.save_checkpoint(runs, "global_step3").wait()  # replaces the pipe
+    assert latest.read_text() == "global_step3"
+    for path in runs.glob("global_step*"):
+        shutil.rmtree(path)
+    latest.write_bytes(bytes(9))
     with pytest.raises(jzero.CheckpointError, match=r"none of the 1 checkpoints in .*runs can be read: .*is damaged"):
-        build(LAYOUTS["one"], resume=runs)
+        build(ONE, resume=runs)
 
 
-def test_the_home_directory(tmp_path, monkeypatch):
+def test_the_home_directory(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    engine = build(LAYOUTS["one"], resume="auto", checkpoint={"dir": "~/runs"})
-    engine.save_checkpoint().wait()
+    build(ONE, resume="auto", checkpoint={"dir": "~/runs"}).save_checkpoint().wait()
     engine.save_checkpoint("~/others").wait()
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "others"}
-    assert build(LAYOUTS["one"]).load_checkpoint("~/runs")[0] == str(tmp_path / "runs" / "global_step0")
-    for place, words in (("~nobody-here/runs", "there is no such user"), ("runs\0", "NUL")):
-        for more in ({"resume": place}, {"checkpoint": {"dir": place}}):
-            with pytest.raises(jzero.ConfigError, match=words):
-                build(LAYOUTS["one"], **more)
+    assert build(ONE).load_checkpoint("~/runs")[0] == str(tmp_path / "runs" / "global_step0")
 
 
-def test_addresses_are_no_directories():
-    for more in ({"resume": "gs://bucket/runs"}, {"checkpoint": {"dir": "s3://bucket/runs"}}):
-        with pytest.raises(
-            jzero.ConfigError, match="bucket/runs': must be a directory on a file system that all hosts"
-        ):
-            build(LAYOUTS["one"], **more)
-    with pytest.raises(jzero.ConfigError, match="the checkpoint directory = 'gs://b': must be a directory"):
-        build(LAYOUTS["one"]).save_checkpoint("gs://b")
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("~nobody-here/runs", "there is no such user"),
+        ("runs\0", "NUL"),
+        ("gs://bucket/runs", "bucket/runs': must be a directory on a file system that all hosts"),
+    ],
+)
+def test_what_is_no_directory(engine, place, words):
+    for call in (
+        lambda: build(ONE, resume=place),
+        lambda: build(ONE, checkpoint={"dir": place}),
+        lambda: engine.save_checkpoint(place),
+    ):
+        with pytest.raises(jzero.ConfigError, match=words):
+            call()
 
 
 @pytest.mark.slow
@@ -210,81 +213,77 @@ def test_any_kind_of_random_key(tmp_path):
     assert float(resumed.train_batch(batch(2))) == float(straight.train_batch(batch(2)))
 
 
-def test_no_run_starts_from_scratch_in_silence(tmp_path):
-    engine = build(LAYOUTS["one"])
-    engine.save_checkpoint(tmp_path / "runs").wait()
+def test_no_run_starts_from_scratch_in_silence(runs):
     with pytest.raises(jzero.ConfigError, match=r"is itself a checkpoint; use its parent, .*/runs$"):
-        build(LAYOUTS["one"], resume=tmp_path / "runs" / "global_step0")
-    (tmp_path / "file").touch()
-    with pytest.raises(jzero.ConfigError, match="is not a writable directory"):
-        build(LAYOUTS["one"], resume=tmp_path / "file")
-    shutil.rmtree(tmp_path / "runs" / "global_step0" / "state")
+        build(ONE, resume=runs / "global_step1")
+    with pytest.raises(jzero.ConfigError, match="another model or optimizer: missing opt_state"):
+        build(ONE, resume=runs, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+    for path in runs.glob("*/state"):
+        shutil.rmtree(path)
     with pytest.raises(jzero.CheckpointError, match="is not complete: it has no state"):
-        build(LAYOUTS["one"], resume=tmp_path / "runs")
-    engine.state = None
-    with pytest.raises(jzero.ConfigError, match="there is no state: reading a checkpoint into its place failed"):
-        engine.save_checkpoint(tmp_path / "runs")
+        build(ONE, resume=runs)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "seed", "words"),
-    [
-        (data(), data(), 0, ""),
-        (data(), data(101), 0, "or in another order from here on: samples was 100, is 101"),
-        (data(), data(), 3, "or in another order from here on: seed was 0, is 3"),
-        (samples, samples, 3, ""),  # in their own order
-        (data(), None, 0, "has a position in training_data, but this run has no training_data"),
-        (None, data(), 0, "is of step 1 but has no position in training_data, which begins at its start"),
-        (None, None, 3, ""),
-    ],
-    ids=["same", "samples", "seed", "iterable", "none now", "none before", "none"],
-)
-def test_other_data_are_said(tmp_path, capfd, before, now, seed, words):
-    layout = LAYOUTS["stage1"]
-    saved = build(layout, training_data=before)
-    saved.train_batch(*[batch(0)] * (before is None))
-    saved.save_checkpoint(tmp_path)
-    build(layout, training_data=now, resume=tmp_path, seed=seed)
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory, saved):
+    """Directories of checkpoints of runs with training data, and of one without."""
+    path = tmp_path_factory.mktemp("fed")
+    for name, source in {"data": data(), "samples": samples}.items():
+        made = build(ONE, training_data=source)
+        made.train_batch()
+        for tag in ("global_step1", "global_step2"):
+            made.save_checkpoint(path / name, tag)
+    jzero.checkpoint.wait()
+    return {"data": path / "data", "samples": path / "samples", None: saved}
+
+
+OTHER_DATA = {
+    "same": ("data", data(), 0, ""),
+    "samples": ("data", data(101), 0, "or in another order from here on: samples was 100, is 101"),
+    "seed": ("data", data(), 3, "or in another order from here on: seed was 0, is 3"),
+    "in their own order": ("samples", samples, 3, ""),
+    "none now": ("data", None, 0, "has a position in training_data, but this run has no training_data"),
+    "none before": (None, data(), 0, "is of step 3 but has no position in training_data, which begins at its start"),
+    "none": (None, None, 3, ""),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_other_data_are_said(fed, capfd, name):
+    before, now, seed, words = OTHER_DATA[name]
+    build(ONE, training_data=now, resume=fed[before], seed=seed)
     said = capfd.readouterr().err
     assert words in said
     assert ("training_data" in said or "another order" in said) == bool(words)
 
 
-def test_load_weights_does_not_undo_a_resume(tmp_path):
-    engine = build(LAYOUTS["one"])
-    engine.train_batch(batch(0))
-    engine.save_checkpoint(tmp_path, client_state={"best": 2}).wait()
-    resumed = build(LAYOUTS["one"], resume=tmp_path)
-    assert resumed.client_state == {"best": 2}
-    with pytest.raises(jzero.ConfigError, match="this run was resumed at step 1 and would start at step 0 again"):
-        resumed.load_weights(tmp_path)
-
-
 def test_the_directory_of_the_config(tmp_path, monkeypatch):
-    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 2}}
-    engine = build(LAYOUTS["one"], resume="auto", **section)
-    for step in range(4):
+    section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 1}}
+    engine = build(ONE, resume="auto", **section)
+    for step in range(2):
         engine.train_batch(batch(step))
-        engine.save_checkpoint()
+        engine.save_checkpoint(client_state={"best": step})
     engine.save_checkpoint(tag="mine").wait()
-    assert sorted(p.name for p in (tmp_path / "runs").glob("[!.]*")) == [
-        "global_step3",
-        "global_step4",
-        "latest",
-        "ledger.jsonl",
-        "mine",
-    ]
+    assert names(tmp_path / "runs") == {"global_step2", "latest", "ledger.jsonl", "mine"}
     monkeypatch.setenv("JZERO_RESUME", "auto")  # by `jzero --resume`
-    assert build(LAYOUTS["one"], **section).global_steps == 4
-    assert build(LAYOUTS["one"], resume=False, **section).global_steps == 0
+    resumed = build(ONE, **section)
+    assert resumed.global_steps == 2
+    with pytest.raises(jzero.ConfigError, match="this run was resumed at step 2 and would start at step 0 again"):
+        resumed.load_weights(tmp_path)
+    assert build(ONE, resume=False, **section).global_steps == 0
     assert engine.load_checkpoint()[0] == str(tmp_path / "runs" / "mine")
 
 
-def test_another_model_is_an_error_and_not_skipped(tmp_path):
-    engine = build(LAYOUTS["one"])
-    engine.save_checkpoint(tmp_path)
-    with pytest.raises(jzero.ConfigError, match="another model or optimizer: missing opt_state"):
-        build(LAYOUTS["one"], resume=tmp_path, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+def test_a_refused_call_changes_nothing(tmp_path):
+    e = small_engine()
+    e.client_state = {"best": 1}
+    with pytest.raises(jzero.ConfigError, match="client_state is not JSON"):
+        e.save_checkpoint(tmp_path, client_state={"x": object()})
+    assert e.client_state == {"best": 1}  # which a save on SIGTERM writes
+    e.backward(e(parts(0)[0]))
+    for call in (lambda: e.save_checkpoint(tmp_path), lambda: e.load_checkpoint(tmp_path)):
+        with pytest.raises(jzero.ConfigError, match="1 micro-batches wait for step"):
+            call()
 
 
 @pytest.mark.slow
@@ -322,13 +321,10 @@ NEWEST = {
 
 
 @pytest.mark.parametrize("fault", keep(NEWEST, list(NEWEST)[::3]))
-def test_crafted_notes_hide_no_other_checkpoint(tmp_path, capfd, fault):
+def test_crafted_notes_hide_no_other_checkpoint(fed, tmp_path, capfd, fault):
     """Their checksum is right, so their contents are what is wrong."""
-    engine = build(LAYOUTS["one"], training_data=data())
-    for _ in range(2):
-        engine.train_batch()
-        engine.save_checkpoint(tmp_path).wait()
-    file = tmp_path / "global_step2" / "notes.json"
+    runs = shutil.copytree(fed["data"], tmp_path / "runs", ignore=shutil.ignore_patterns(".lock*"))
+    file = runs / "global_step2" / "notes.json"
     place, value = NEWEST[fault]
     notes = json.loads(file.read_text())["notes"]
     *path, last = place.split("/")
@@ -344,14 +340,14 @@ def test_crafted_notes_hide_no_other_checkpoint(tmp_path, capfd, fault):
         text = json.dumps({"crc32": zlib.crc32(inner.encode()), "notes": 0}).replace("0}", inner + "}") + "\n"
     file.unlink()
     file.write_text(text) if place else os.mkfifo(file)
-    capfd.readouterr()
-    resumed = build(LAYOUTS["one"], resume=tmp_path, training_data=data())
-    assert resumed.global_steps == 1
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "skipped" in line]
-    assert f"checkpoint {tmp_path}/global_step2" in line
-    resumed.train_batch()
-    resumed.save_checkpoint(tmp_path).wait()  # replaces it, and is the newest
-    assert build(LAYOUTS["one"], resume=tmp_path, training_data=data()).global_steps == 2
+    resumed = build(ONE, resume=runs, training_data=data())
+    out, err = capfd.readouterr()
+    assert f"resumed from {runs}/global_step1" in out
+    (line,) = [line for line in err.splitlines() if "skipped" in line]
+    assert f"checkpoint {runs}/global_step2" in line
+    resumed.save_checkpoint(runs, "global_step2").wait()  # replaces it, and is the newest
+    build(ONE, resume=runs, training_data=data())
+    assert f"resumed from {runs}/global_step2" in capfd.readouterr().out
 
 
 STATELESS = {
@@ -371,10 +367,9 @@ STATELESS = {
 def stateless(tmp_path_factory):
     """An engine whose load was refused because the checkpoint is damaged."""
     folder = tmp_path_factory.mktemp("stateless")
-    engine = build(LAYOUTS["one"], ema={"decay": 0.9}, scheduler={"type": "WarmupLR"})
-    engine.train_batch(batch(0))
+    engine = build(ONE, ema={"decay": 0.9}, scheduler={"type": "WarmupLR"})
     engine.save_checkpoint(folder).wait()
-    shutil.rmtree(folder / "global_step1" / "state" / "d")
+    shutil.rmtree(folder / "global_step0" / "state" / "d")
     with pytest.raises(jzero.CheckpointError):
         engine.load_checkpoint(folder)
     return engine

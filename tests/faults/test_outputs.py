@@ -17,7 +17,7 @@ from jzero.errors import PassingError
 from jzero.files import read_file
 from jzero.values import kinds
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 
 
@@ -101,24 +101,19 @@ def test_a_file_that_appears_after_the_start_is_not_replaced(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("key", "name"),
-    [("csv_monitor.output_path", "Train_Samples_lr.csv"), ("jsonl_monitor.output_path", "metrics.jsonl")],
+    ("key", "name", "refused"),
+    [
+        ("csv_monitor", "Train_Samples_lr.csv", pytest.warns(RuntimeWarning, match="csv_monitor: no more curves")),
+        ("jsonl_monitor", "metrics.jsonl", pytest.raises(jzero.ConfigError, match="jsonl_monitor: ")),
+    ],
 )
-def test_monitors_follow_no_link(tmp_path, key, name):
+def test_monitors_follow_no_link(tmp_path, key, name, refused):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / name).symlink_to(tmp_path / "mine")
-
-    def run():
-        engine = start(key, tmp_path)
+    with refused:
+        engine = start(f"{key}.output_path", tmp_path)
         engine.train_batch(BATCH)
         engine._observers.close()
-
-    with (
-        pytest.raises(jzero.ConfigError, match="jsonl_monitor: ")
-        if "json" in key
-        else pytest.warns(RuntimeWarning, match="csv_monitor: no more curves")
-    ):
-        run()
     assert (tmp_path / "mine").read_text() == "precious"
 
 
@@ -136,37 +131,34 @@ def not_as_root():
         os.seteuid(user)
 
 
-def broken(folder, fault):
-    """Return a path with a fault, and the words of the error."""
-    (folder / "file").touch()
-    (folder / "dangling").symlink_to(folder / "nowhere")
-    (folder / "loop").symlink_to(folder / "loop")
-    (folder / "closed").mkdir(mode=0)
-    return {
-        "a name too long": (folder / "new" / ("x" * 300), "File name too long"),
-        "a path too long": (folder / "/".join(["x" * 200] * 30), "File name too long"),
-        "no room below": (Path("/" + "/".join(["x" * 126] * 32)), "File name too long"),
-        "a dangling link": (folder / "dangling", "which does not exist"),
-        "below a dangling link": (folder / "dangling" / "new", "which does not exist"),
-        "a loop": (folder / "loop", "Too many levels of symbolic links"),
-        "below a file": (folder / "file" / "new", "file is not a writable directory"),
-        "forbidden": (folder / "closed" / "new" / "new", "Permission denied"),
-        "not writable": (Path("/jzero") / "new", "/ is not a writable directory"),
-    }[fault]
-
-
+FAULTS = {  # id: (path below a folder with such things, words of the error)
+    "a name too long": ("new/" + "x" * 300, "File name too long"),
+    "a path too long": ("/".join(["x" * 200] * 30), "File name too long"),
+    "no room below": ("/" + "/".join(["x" * 126] * 32), "File name too long"),
+    "a dangling link": ("dangling", "which does not exist"),
+    "below a dangling link": ("dangling/new", "which does not exist"),
+    "a loop": ("loop", "Too many levels of symbolic links"),
+    "below a file": ("file/new", "file is not a writable directory"),
+    "forbidden": ("closed/new/new", "Permission denied"),
+    "not writable": ("/jzero/new", "/ is not a writable directory"),
+}
 KEYS = ["resume", *(keys[0] for keys in OUTPUTS)]
-FAULTS = (
-    "a name too long", "a path too long", "no room below", "a dangling link", "below a dangling link", "a loop",
-    "below a file", "forbidden", "not writable",
-)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "closed").mkdir(mode=0)
+    return tmp_path
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_place_that_cannot_be_written(tmp_path, key, fault):
-    place, words = broken(tmp_path, fault)
-    before = sorted(tmp_path.rglob("*"))
+def test_a_place_that_cannot_be_written(folder, fault, key):
+    place, words = FAULTS[fault]
+    before, place = sorted(folder.rglob("*")), folder / place
     place = place / "file" if key == "flops_profiler.output_file" else place
     rights = not_as_root() if fault in ("forbidden", "not writable") else contextlib.nullcontext()
     with pytest.raises(jzero.ConfigError) as error, rights:
@@ -176,7 +168,7 @@ def test_a_place_that_cannot_be_written(tmp_path, key, fault):
     assert line.startswith((f"{key} = '", f"{key}, "))
     assert words in line
     assert "Errno" not in line
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_what_is_not_used_is_not_checked(tmp_path):
@@ -186,12 +178,10 @@ def test_what_is_not_used_is_not_checked(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "loop", "file/new"])
-def test_a_load_from_such_a_place_does_not_pass_either(tmp_path, name):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "file").touch()
+def test_a_load_from_such_a_place_does_not_pass_either(folder, name):
     engine = jzero.initialize(model=Regression(), config=CONFIG)[0]
     with pytest.raises(jzero.ConfigError) as error:
-        engine.load_checkpoint(tmp_path / name)
+        engine.load_checkpoint(folder / name)
     assert not isinstance(error.value, PassingError)
     assert "Errno" not in str(error.value)
 

@@ -8,19 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.resuming import NEXT, SAVED, STEPS
+from helpers.resuming import NEXT, SAVED, STEPS, no_signal_handler  # noqa: F401
 from helpers.sampling import keep, some
 from layouts import LAYOUTS, TRAIN, assert_same, batch, build, data
 
 import jzero
-from jzero.distributed import preemption
-
-
-@pytest.fixture(autouse=True)
-def no_signal_handler(monkeypatch):
-    """SIGTERM stays pytest's."""
-    monkeypatch.setattr(preemption, "listen", lambda: None)
-
 
 # ------------------------------------------------------------------------------------------- bit for bit
 
@@ -41,7 +33,8 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
     straight = build(layout, noise=True, training_data=data(), **more)
     expected = [straight.train_batch() for _ in range(STEPS)]
 
-    stopped = build(layout, noise=True, training_data=data(), **more)
+    step = straight.step_fn
+    stopped = jzero.Engine(step, jax.random.key(0), jzero.data.DataLoader(data(), step))
     losses = [stopped.train_batch() for _ in range(SAVED)]
     stopped.save_checkpoint(tmp_path, client_state={"note": "here"})
     lost = [stopped.train_batch() for _ in range(2)]  # buffers that the snapshot was taken from
@@ -91,7 +84,7 @@ def runs(tmp_path_factory):
             engine = build(LAYOUTS[name])
             for step in range(SAVED):
                 engine.train_batch(batch(step))
-            engine.save_checkpoint(directory, tag=name).wait()
+            engine.save_checkpoint(directory, tag=name, client_state={"epoch": 7}).wait()
             saved = jax.tree.map(jnp.copy, engine.state)
             losses = [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)]
             made[name] = engine, saved, losses, directory
@@ -100,7 +93,7 @@ def runs(tmp_path_factory):
     return run
 
 
-# By default into a pipeline, out of it, and one layout on itself.
+# By default into a pipeline.
 DEFAULT = [("stage2", "zero_bubble")]
 
 
@@ -109,16 +102,16 @@ def test_every_layout_loads_on_every_other(runs, source, target):
     """90 pairs, and each layout on itself."""
     _, saved, expected, directory = runs(source)
     loaded, *_ = runs(target)
-    loaded.load_checkpoint(directory, tag=source)
+    assert loaded.load_checkpoint(directory, tag=source) == (str(directory / source), {"epoch": 7})
     assert_same(loaded.state, saved)
     assert jax.tree.map(lambda x: x.sharding, loaded.state) == loaded.step_fn.state_shardings
+    counted = SAVED, SAVED * TRAIN, SAVED * runs(source)[0].gradient_accumulation_steps()
+    assert (loaded.global_steps, loaded.global_samples, loaded.micro_steps) == counted
     losses = [float(loaded.train_batch(batch(SAVED + step))) for step in range(NEXT)]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 BATCHES = [[None, 2, 2], [32, 2, 2], [32, None, 2], [32, 2, None]]
 
 
@@ -168,19 +161,20 @@ def test_the_config_says_another_batch_by_now(tmp_path):
 
 def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     """A config that names the global batch is right, one that does not has the checkpoint's."""
-    for sizes, now in (((32, 2, None), 32), ((None, 2, 2), 48)):
+    two = (2, {"zero": 2}, 2, {})
+    for sizes, now in (((32, 2, None), 32), ((None, 2, 8), 48)):
         said = dict(zip(SIZES, sizes, strict=True))
-        engine = build((2, {"zero": 8}, 2, {}), **said)
+        engine = build(two, **said)
         engine.set_train_batch_size(48)
         engine.save_checkpoint(tmp_path / str(now))
-        assert build((2, {"zero": 8}, 2, {}), resume=tmp_path / str(now), **said).train_batch_size() == now
-    full = dict(zip(SIZES, (32, 2, 2), strict=True))
-    build((2, {"zero": 8}, 2, {}), **full).save_checkpoint(tmp_path)
-    fewer = build((2, {"zero": 4}, 2, {}), resume=tmp_path, **full)
-    assert "train_batch_size 32 as in the checkpoint: 4 micro-batches" in capfd.readouterr().out
+        assert build(two, resume=tmp_path / str(now), **said).train_batch_size() == now
+    full = dict(zip(SIZES, (32, 2, 8), strict=True))
+    build(two, **full).save_checkpoint(tmp_path)
+    fewer = build((2, {"zero": 1}, 2, {}), resume=tmp_path, **full)
+    assert "train_batch_size 32 as in the checkpoint: 16 micro-batches" in capfd.readouterr().out
     fewer.load_checkpoint(tmp_path / "48")
     assert "the checkpoint's train_batch_size was 48; from here on it is 32" in capfd.readouterr().out
-    assert fewer.get_batch_info() == (32, 2, 4)
+    assert fewer.get_batch_info() == (32, 2, 16)
 
 
 @pytest.mark.slow

@@ -62,8 +62,7 @@ def test_another_wheel_of_the_same_version(monkeypatch):
     ],
 )
 def test_devices_that_are_not_the_visible_ones(visible, local_size, devices, platforms, words):
-    there = [SimpleNamespace(platform=name) for name in devices]
-    before = jax.config.jax_platforms
+    there, before = [SimpleNamespace(platform=name) for name in devices], jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:
         fault = machine.device_fault({"CUDA_VISIBLE_DEVICES": visible}, local_size, there)

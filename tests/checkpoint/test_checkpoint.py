@@ -1,0 +1,321 @@
+"""A checkpoint is complete or absent; a read returns what was saved or raises an error that names the reason."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.checkpoints import ROWS, assert_same, mesh, nothing_left_over, plain, shardings, state  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from jzero.checkpoint import Checkpoint, async_save, checksums, directory, lock, restore, save, snapshot, wait
+from jzero.ledger import schema
+
+Numbered = namedtuple("Numbered", "step")  # a train state has this attribute
+
+
+def names(path):
+    return {file.name for file in path.glob("[!.]*")}
+
+
+def steps(path, *numbers, **more):
+    """Save a small tree under the tags of these steps."""
+    for n in numbers:
+        save({"x": jnp.ones(3)}, path, f"global_step{n}", **more).wait()
+
+
+# ------------------------------------------------------------------------------------------- save and restore
+
+
+def test_what_is_read_is_what_was_saved(tmp_path):
+    saved = state()
+    under_way = save(saved, tmp_path, "a", notes={"epoch": np.int64(3), "best": jnp.float32(0.5)})
+    assert under_way.wait() == tmp_path / "a"
+    assert repr(under_way) == f"Save('{tmp_path}/a', complete)"
+    replicated = jax.tree.map(lambda x: NamedSharding(mesh(), PartitionSpec()), saved)
+    for places in (shardings(saved), replicated):
+        read = restore(tmp_path, places)
+        assert_same(read, saved)
+        assert shardings(read) == places
+        assert jax.tree.map(lambda x: x.dtype, read) == jax.tree.map(lambda x: x.dtype, saved)
+    found = Checkpoint.find(tmp_path)
+    assert found.notes == {"epoch": 3, "best": 0.5}
+    assert found.shapes["params/w"] == (ROWS, 16)
+    assert "7 leaves" in repr(found)
+    read = found.read({"params/w": replicated["params"]["w"]})  # one leaf alone
+    assert_same(read, {"params/w": saved["params"]["w"]})
+    for tag in (7, 0.25):
+        save(saved, tmp_path, tag, latest=False).wait()
+        assert_same(restore(tmp_path, shardings(saved), tag=tag), saved)
+    assert names(tmp_path) == {"a", "7", "0.25", "latest"}
+    assert (tmp_path / "latest").read_text() == "a"
+    assert save(Numbered(jnp.int32(3)), tmp_path / "default").wait().name == "global_step3"
+
+
+def test_a_save_keeps_what_was_there_when_it_was_called(tmp_path):
+    saved = state()
+    expected = plain(saved)
+    save(saved, tmp_path, "a")
+    jax.tree.map(lambda x: x.delete(), saved)  # as a train step that donates the buffers
+    assert_same(restore(tmp_path, shardings(state())), expected)
+
+
+def test_the_caller_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    going_on, commit = threading.Event(), async_save.commit
+
+    def slow(*args):
+        assert going_on.wait(30)
+        commit(*args)
+
+    monkeypatch.setattr(async_save, "commit", slow)
+    under_way = save(state(), tmp_path, "a")
+    assert not under_way.done
+    assert "being written" in repr(under_way)
+    assert directory.read_latest(tmp_path)[0] is None
+    assert not (tmp_path / "a").exists()
+    going_on.set()
+    assert save(state(1), tmp_path, "b").wait()  # waits for the first
+    assert under_way.done
+    assert directory.read_latest(tmp_path)[0] == "b"
+
+
+def test_a_kill_between_two_renames(tmp_path):
+    """It leaves the tag's previous checkpoint and the new one's draft."""
+    for seed in (0, 1):
+        save(state(seed), tmp_path, "a").wait()  # the second replaces the first
+    (tmp_path / "a").rename(tmp_path / "a.replaced")
+    (tmp_path / "a.saving" / "state").mkdir(parents=True)
+    assert_same(restore(tmp_path, shardings(state())), state(1))
+    assert names(tmp_path) == {"a.replaced", "a.saving", "latest"}  # reading changes nothing
+    save(state(2), tmp_path, "b", latest=False).wait()
+    assert_same(restore(tmp_path, shardings(state())), state(1))
+    assert names(tmp_path) == {"a", "b", "latest"}
+    (tmp_path / "a.replaced").mkdir()  # a kill before the replaced one was deleted
+    save(state(2), tmp_path, "b").wait()
+    assert names(tmp_path) == {"a", "b", "latest"}
+
+
+def test_copies_are_spread_over_the_axes_of_replicas():
+    grid = jzero.make_mesh(data=2, zero=4)
+
+    def spread(spec, shape):
+        x = jax.device_put(jnp.ones(shape), NamedSharding(grid, PartitionSpec(*spec)))
+        parts = list(snapshot.copy_sharding(x).spec)
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+    assert spread((), (8, 3)) == PartitionSpec(("data", "zero"))
+    assert spread((), (3, 16)) == PartitionSpec(None, ("data", "zero"))
+    assert spread(("zero",), (8, 3)) == PartitionSpec(("zero", "data"))
+    assert spread((None, "zero"), (3, 8)) == PartitionSpec(None, ("zero", "data"))
+    assert spread((("data", "zero"),), (8,)) == PartitionSpec(("data", "zero"))
+    assert spread((), (3, 5)) == PartitionSpec()
+    assert spread((), ()) == PartitionSpec()
+
+
+# ------------------------------------------------------------------------------------------- what is kept
+
+
+def test_max_to_keep(tmp_path):
+    steps(tmp_path, 1, 2, 10, 3, max_to_keep=2)  # resumes from an older step
+    save({"x": jnp.ones(3)}, tmp_path, "best", max_to_keep=2).wait()
+    # a later step belongs to another run and stays
+    assert names(tmp_path) == {"global_step10", "global_step2", "global_step3", "best", "latest"}
+    steps(tmp_path, 11, max_to_keep=2)
+    assert names(tmp_path) == {"global_step3", "global_step11", "best", "latest"}
+
+
+def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
+    for step in (1, 2, 3):
+        steps(tmp_path, step, max_to_keep=1, latest=step < 3)
+        os.utime(tmp_path / f"global_step{step}" / "notes.json", (2e9 - step, 2e9 - step))  # another host's clock
+    assert names(tmp_path) == {"global_step2", "global_step3", "latest"}
+
+
+def test_what_is_kept_can_be_read(tmp_path):
+    """A checkpoint that was damaged on the disk does not count: the whole one before it stays."""
+    steps(tmp_path, 1, 2)
+    (tmp_path / "global_step2" / "notes.json").write_text("{}")
+    steps(tmp_path, 3, max_to_keep=2)
+    assert names(tmp_path) == {"global_step1", "global_step3", "latest"}
+
+
+def test_a_link_is_never_removed(tmp_path):
+    runs, other = tmp_path / "runs", tmp_path / "other" / "global_step1"
+    steps(other.parent, 1)
+    runs.mkdir()
+    (runs / "global_step1").symlink_to(other)
+    steps(runs, 2, 3, 4, max_to_keep=1)
+    assert names(runs) == {"global_step1", "global_step4", "latest"}
+    assert Checkpoint.find(runs, "global_step1").shapes == {"x": (3,)}
+
+
+def test_a_clock_that_goes_back(tmp_path, monkeypatch):
+    """The last save counts as the newest even if the hosts' clocks disagree."""
+    now = time.time()
+    for step, late in ((100, 3600), (200, 0), (300, 60)):
+        monkeypatch.setattr(time, "time", lambda late=late: now + late)
+        steps(tmp_path, step, max_to_keep=2)
+    assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step300", "global_step200"]
+
+
+def test_unreadable_directories(tmp_path, monkeypatch):
+    """lost+found is skipped; a checkpoint that another user's umask hides is reported."""
+    stat, hidden = Path.stat, {"lost+found"}
+
+    def denied(self, **how):
+        if hidden & set(self.parent.parts):
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **how)
+
+    steps(tmp_path, 1)
+    for name in ("lost+found", "global_step2"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    monkeypatch.setattr(Path, "stat", denied)
+    steps(tmp_path, 3, max_to_keep=1)
+    assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step3"]
+    assert names(tmp_path) == {"global_step3", "latest", "lost+found"}
+    hidden.add("global_step3")
+    (_, problem) = directory.list_checkpoints(tmp_path)[0]
+    assert str(problem) == f"checkpoint {tmp_path}/global_step3: Permission denied"
+
+
+# ------------------------------------------------------------------------------------------- checksums
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), data=st.data())
+def test_a_checksum_sees_every_change(seed, data):
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool"]))
+    x = np.random.default_rng(seed).integers(0, 2, (4, 6)).astype(dtype)
+    bits = x.view(np.uint8).copy()
+    place = data.draw(st.integers(0, bits.size - 1))
+    flipped = bits.copy()
+    flipped.reshape(-1)[place] ^= 1 if dtype == "bool" else 1 << data.draw(st.integers(0, 7))
+    one, other = (int(checksums.checksums({"x": jnp.asarray(b.view(x.dtype))})[0]) for b in (bits, flipped))
+    assert one != other
+
+
+def test_a_checksum_sees_the_order_and_not_the_layout():
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    specs = [PartitionSpec(), PartitionSpec("zero"), PartitionSpec(None, "zero")]
+    sums = {int(checksums.checksums({"x": jax.device_put(x, NamedSharding(mesh(), spec))})[0]) for spec in specs}
+    assert len(sums) == 1
+    others = [x[::-1], x[:, ::-1], x.T.reshape(16, 8), x.at[0].set(x[1]).at[1].set(x[0]), -x]
+    assert len(sums | {int(checksums.checksums({"x": other})[0]) for other in others}) == 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float64"])
+def test_a_checksum_in_parts_by_numpy(dtype, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(jnp.dtype(dtype))
+    monkeypatch.setattr(checksums, "BLOCK", 7)
+    parts = [(x[i : i + 4, :, j : j + 3], (i, 0, j)) for i in (0, 4) for j in (0, 3)]
+    total = sum(checksums.part_of_checksum(part, start, x.shape) for part, start in parts) % 2**32
+    with jax.enable_x64(True):
+        assert total == int(checksums.checksums({"x": jnp.asarray(x)})[0])
+
+
+# ------------------------------------------------------------------------------------------- damage
+
+
+def damage(how, file, number):
+    whole = file.read_bytes()
+    if how == "deleted":
+        file.unlink()
+    elif how == "truncated":
+        file.write_bytes(whole[: len(whole) // 2])
+    else:
+        flipped = bytearray(whole)
+        flipped[len(whole) * number % 13 % len(whole)] ^= 1 << number % 8
+        file.write_bytes(bytes(flipped))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # one error, no further tracebacks
+@pytest.mark.parametrize("how", ["deleted", "truncated", "flipped"])
+def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, how):
+    """For every file in turn: reading raises an error that names the checkpoint, or returns what was saved."""
+    for seed, tag in enumerate(("good", "bad")):
+        save(state(seed), tmp_path, tag).wait()
+    bad, expected, harmless, said = tmp_path / "bad", state(1), [], []
+    whole = shutil.copytree(bad, tmp_path / "whole")
+    for number, file in enumerate(sorted(p for p in bad.rglob("*") if p.is_file())):
+        damage(how, file, number)
+        try:
+            read = restore(tmp_path, shardings(expected))
+        except jzero.CheckpointError as error:
+            said.append(str(error))
+        else:
+            assert_same(read, expected)
+            harmless.append(str(file.relative_to(bad)))
+        shutil.copy(whole / file.relative_to(bad), file)
+    assert_same(restore(tmp_path, shardings(expected), tag="good"), state(0))
+    assert all(str(bad) in text for text in said)
+    assert "notes.json" not in harmless
+    if how != "flipped":  # a flipped bit may be in unused bytes
+        assert not [name for name in harmless if name.startswith(("state/d/", "state/manifest"))]
+
+
+def test_changed_notes_and_leaves_are_noticed(tmp_path):
+    save(state(), tmp_path, "a", notes={"samples": 1000}).wait()
+    notes = tmp_path / "a" / "notes.json"
+    text = notes.read_text()
+    said = json.loads(text)["notes"]
+    said["leaves"]["params/w"][2] ^= 1
+    for changed, words in {
+        directory._seal(said): "wrong checksum of params/w",
+        text.replace("1000", "2000"): r"notes\.json does not match its checksum",
+    }.items():
+        notes.write_text(changed)
+        with pytest.raises(jzero.CheckpointError, match=f"a is damaged: {words}"):
+            restore(tmp_path, shardings(state()))
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+OWN = ["latest", "latest.new", schema.FILE, lock.LOCK, f"{lock.LOCK}.0123456789abcdef"]  # files in the directory
+
+
+@pytest.mark.parametrize(
+    "tag", ["a/b", "", "..", " ", "a ", " a", *OWN, "a.saving", "a.replaced", b"a", "a\0", "a\nb", "a" * 247]
+)
+def test_invalid_tags(tmp_path, tag):
+    places = {"x": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+    for call in (
+        lambda: save({"x": jnp.ones(3)}, tmp_path, tag),
+        lambda: restore(tmp_path, places, tag=tag or "a/"),
+    ):
+        with pytest.raises(jzero.ConfigError, match="tag = "):
+            call()
+
+
+def test_other_mistakes(tmp_path):
+    places = shardings(state())
+    more = {name: x for name, x in places.items() if name != "zeros"} | {"more": places["step"]}
+    other = jax.eval_shape(lambda: state() | {"step": jnp.zeros(3)})
+    none, empty = r"has no default checkpoint \(it has no file 'latest'\): ", tmp_path / "empty"
+    empty.mkdir()
+    save(state(), tmp_path, "a", latest=False).wait()
+    for place, words, how in (
+        (empty, f"{none}pass the directory", {}),
+        (tmp_path, f"{none}choose a tag: a", {}),
+        (tmp_path, "b does not exist", {"tag": "b"}),
+        (None, "the checkpoint directory is None", {}),
+        (tmp_path, "another model or optimizer: missing more, extra zeros", {"tag": "a", "shardings": more}),
+        (tmp_path, r"step is \(\), not \(3,\)", {"tag": "a", "shapes": other}),
+    ):
+        with pytest.raises(jzero.ConfigError, match=words):
+            restore(place, **{"shardings": places, **how})
+    with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> has type object"):
+        save(state(), tmp_path, "a", notes={"x": object()})
+    wait()

@@ -1,0 +1,212 @@
+"""The configs, names and files of transformers, also of its former versions; mistakes are errors that name the fix."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hugging_face import (
+    DECODER,
+    GPT2,
+    KINDS,
+    LLAMA3,
+    NESTED,
+    TEXTS,
+    VIT,
+    V,
+    step_from,
+    step_of,
+    torch_model,
+    transformers,
+)
+from safetensors.numpy import load_file, save_file
+
+import jzero
+from jzero import weights
+from models import bert, gpt2, llama, mixtures, vit
+from models.decoder import Decoder
+from models.downloads import IDS
+from models.families import from_hf
+
+TINY = {**DECODER, "model_type": "llama"}
+
+
+def decoder(config):
+    return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
+
+
+def test_files_of_transformers_4():
+    """Before version 5, RoPE's settings lay at the top level, and Gemma 3 named its pattern."""
+    old = {**TINY, "rope_theta": 100.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
+    assert from_hf(old) == from_hf({**TINY, "rope_parameters": LLAMA3})
+    gemma = {**TINY, "model_type": "gemma3_text", "sliding_window": 5, "num_hidden_layers": 7}
+    rope = {"rope_theta": 1000.0, "rope_local_base_freq": 10.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    made = from_hf({**gemma, **rope, "sliding_window_pattern": 3})
+    assert (made.global_every, made.local_theta, made.rope_theta, made.rope_scaling.factor) == (3, 10.0, 1000.0, 8.0)
+    kinds = {"layer_types": [KINDS[(i + 1) % 3 == 0] for i in range(7)]}
+    assert from_hf({**gemma, **kinds, "rope_parameters": NESTED}) == made
+    qwen = {**TINY, "model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}
+    assert from_hf(qwen).window is None
+    assert from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0}).window == 5
+
+
+OLD = {
+    "gpt2": lambda key: key.removeprefix("transformer."),
+    "bert": lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+}
+EXTRA = {"gpt2": "h.0.attn.bias", "bert": "bert.pooler.dense.weight"}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_names_of_the_first_downloads(name, tmp_path):
+    torch_model(name).save_pretrained(tmp_path)
+    step = step_from(name, tmp_path)
+    new, file = weights.load(tmp_path, step), tmp_path / "model.safetensors"
+    found = {OLD[name](key): x for key, x in load_file(file).items()}
+    assert found.keys() != load_file(file).keys()
+    save_file(found | {EXTRA[name]: np.ones(2, np.float32)}, file)
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, step), new)
+
+
+def test_the_labels_of_other_classes_do_not_go_back():
+    labels = {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    there = vit.from_hf({"model_type": "vit", "hidden_act": "gelu", **VIT, "num_channels": 3, **labels})
+    for classes, kept in ((2, labels), (3, {})):
+        shape = dataclasses.replace(there, num_classes=classes)
+        table = jzero.from_flax(lambda rngs, shape=shape: vit.ViT(shape, rngs=rngs)).weights_layout()
+        assert {key: x for key, x in table["download"]["config"].items() if key in labels} == kept
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_special_tokens_outside_of_a_smaller_vocabulary_do_not_go_back(family):
+    """transformers refuses a padding token that its table of embeddings does not have."""
+    tokens = {"bos_token_id": 1, "eos_token_id": [2, 60], "pad_token_id": 60}
+    table = decoder(from_hf({**TINY, "model_type": family, **tokens}, vocab_size=16)).weights_layout()
+    found = {**table["download"]["config"], **table["config"]}
+    assert [found[key] for key in IDS] == [1, [2], None]
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**found))
+
+
+def test_a_mixture_that_transformers_lacks():
+    """It trains, and its files have jzero's own names; the report says why."""
+    config = from_hf(TINY, qk_norm=True)
+    assert decoder(config).weights_layout() is None
+    expected = "weights in files have jzero's own names: LlamaForCausalLM has no qk_norm=True"
+    assert expected in jzero.report(step_of(config))
+    with pytest.raises(jzero.ConfigError, match="family = 'lama': must be one of llama"):
+        decoder(from_hf(TINY, family="lama")).weights_layout()
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+SMALL_GPT = gpt2.GPT2Config(2, 32, 4, 48, vocab_size=V, max_positions=8)
+SMALL_VIT = vit.ViTConfig(2, 32, 4, 48, image_size=8, patch_size=4)
+NO_LAYERS = {key: x for key, x in GPT2.items() if key != "n_layer"}
+GEMMA2 = {"model_type": "gemma2", "sliding_window": 4, "layer_types": [*KINDS, *KINDS[::-1]]}
+CONFIGS = {
+    "no such family": (
+        lambda: from_hf(TINY | {"model_type": "mamba"}),
+        "model_type = 'mamba': must be one of llama, m",
+    ),
+    "no text_config": (lambda: from_hf(TINY | {"model_type": "gemma3"}), "model_type = 'gemma3': must be one of"),
+    "two at once": (
+        lambda: from_hf(TINY | {"attention_bias": True, "hidden_act": "relu"}),
+        "(?s)attention_bias = True.*hidden_act = 'relu'",
+    ),
+    "yarn": (
+        lambda: from_hf(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        "rope_type = 'yarn': must be default, linear or llama3",
+    ),
+    "a pattern": (lambda: from_hf(TINY | GEMMA2), "global layers must be every n-th layer"),
+    "an odd head": (lambda: from_hf(TINY | {"head_dim": 5}), "2 must divide the width of a head"),
+    "patches": (lambda: dataclasses.replace(SMALL_VIT, patch_size=3), "patch_size = 3 must divide image_size = 8"),
+    "heads": (lambda: dataclasses.replace(SMALL_GPT, num_heads=5), "num_heads = 5 must divide d_model = 32"),
+    "padding": (
+        lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, pad_vocab_to=0), rngs=nnx.Rngs(0)),
+        "pad_vocab_to = 0: must be at least 1",
+    ),
+    "no n_layer": (
+        lambda: gpt2.from_hf({"model_type": "gpt2", **NO_LAYERS, "activation_function": "relu"}),
+        "(?s)n_layer.*activation_function = 'relu': must be 'gelu_new'",
+    ),
+    "not bert": (lambda: bert.from_hf({"model_type": "gpt2"}), "model_type = 'gpt2': must be bert"),
+    "not a decoder": (lambda: from_hf({"model_type": "gpt2"}), r"gpt2, bert and vit have a from_hf in models/gpt2\.py"),
+    "a name of the Hub": (
+        lambda: from_hf("Qwen/Qwen3-8B"),
+        "^Qwen/Qwen3-8B: no such directory; .*hf download Qwen/Qwen3-8B --local-",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_a_model_lacks(name):
+    make, words = CONFIGS[name]
+    with pytest.raises(jzero.ConfigError, match=words):
+        jax.eval_shape(lambda: make() and None)
+
+
+def test_files_that_are_no_config(tmp_path):
+    file = tmp_path / "config.json"
+    for path, text, words in (
+        (file, None, r"config\.json: no such file or directory$"),
+        (tmp_path / "Qwen3-8B", None, "/Qwen3-8B: no such file or directory$"),
+        (tmp_path, "[]", r"is not a config\.json: it is not an object"),
+        (tmp_path, '{"model_type": "llama"}', "(?s)has no hidden_size.*has no vocab_size"),
+    ):
+        if text:
+            file.write_text(text)
+        with pytest.raises(jzero.ConfigError, match=words):
+            from_hf(path)
+
+
+def test_a_checkpoint_of_another_family(tmp_path):
+    torch_model("qwen2").save_pretrained(tmp_path)
+    made = step_of(from_hf(torch_model("mistral").config.to_dict()))
+    with pytest.raises(jzero.ConfigError) as error:
+        weights.load(tmp_path, made)
+    assert 'model_type = "qwen2", not "mistral"' in str(error.value)
+    assert "build the model from these files: Decoder(jzero.models.families.from_hf(DIR)" in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+ROWS = np.zeros((8, 9), np.int32)
+PICTURES = {"images": np.ones((1, 3, 8, 8), "f4"), "labels": np.zeros(1, int)}
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "words"),
+    [
+        ("decoder", {"input_ids": ROWS, "labels": ROWS}, "the batch has input_ids, labels; the decoder reads"),
+        ("decoder", {"inputs": ROWS}, r"the batch has inputs; .* labels\[i\] is the token after inputs\[i\]"),
+        ("decoder", ROWS, "the batch is ndarray; the decoder reads inputs and labels"),
+        ("gpt2", TEXTS[0], "a row has 12 tokens, but the model has 8 positions"),
+        ("vit", PICTURES, "with the channels last"),
+    ],
+    ids=["input_ids", "no labels", "no dict", "positions", "channels"],
+)
+def test_a_batch_for_transformers(module, batch, words):
+    made = {
+        "decoder": lambda rngs: Decoder(from_hf(TINY), rngs=rngs), "gpt2": lambda rngs: gpt2.GPT2(SMALL_GPT, rngs=rngs),
+        "vit": lambda rngs: vit.ViT(SMALL_VIT, rngs=rngs),
+    }[module]  # fmt: skip
+    model = jzero.from_flax(made)
+    with pytest.raises(jzero.ConfigError, match=words):
+        jax.eval_shape(lambda: model.loss(model.init(jax.random.key(0)), batch, jax.random.key(1)))
+
+
+MAKERS = {
+    "llama": lambda **changes: llama.preset("tiny", **changes),
+    "mixtures": lambda **changes: mixtures.preset("mixtral-8x7b", **changes),
+    **{name: lambda f=f, **changes: f({}, **changes) for name, f in
+       {"families": from_hf, "gpt2": gpt2.from_hf, "bert": bert.from_hf, "vit": vit.from_hf}.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_field_that_a_shape_does_not_have(name):
+    words = r"^layers = 2: \w+Config has no such field; did you mean num_layers\?$"
+    with pytest.raises(jzero.ConfigError, match=words):
+        MAKERS[name](layers=2)
+    with pytest.raises(jzero.ConfigError, match=r"^xyz = 'x': .* has no such field; it has num_layers, d_model"):
+        MAKERS[name](xyz="x")
