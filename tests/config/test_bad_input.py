@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.refusals import compilations, refused
 from jax.sharding import Mesh
 
 import jzero
@@ -18,11 +19,6 @@ IMAGES, LABELS = np.zeros((16, 784), np.float32), np.zeros(16, np.int32)
 FULL_BATCH = "train_batch_size 16 = micro-batch 2 x accumulation 1 x 8 replicas"
 ON = {"enabled": True}
 
-compilations = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: compilations.append(event) if event.endswith("backend_compile_duration") else None
-)
-
 
 def mlp():
     return jzero.from_flax(MLP, cross_entropy)
@@ -35,16 +31,6 @@ def make(changes=None, *, model=None, mesh=None, optimizer=None):
 def named(value):
     """A test's name from the config it is about."""
     return "-".join(map(str, value)) if isinstance(value, dict) else ""
-
-
-def refused(call, *parts):
-    """The call is a ConfigError with these parts in its text, and compiles nothing."""
-    jax.random.key(0)  # compiles a program of its own, the first time
-    compilations.clear()
-    with pytest.raises(jzero.ConfigError) as error:
-        call()
-    assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
-    assert compilations == []
 
 
 def test_compilations_are_seen():

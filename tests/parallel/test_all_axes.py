@@ -12,7 +12,7 @@ import sys
 import pytest
 from helpers.sampling import some
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.processes

@@ -29,8 +29,8 @@ from helpers.pipelines import (
     unpipelined,
 )
 from helpers.reference import ADAMW, assert_bitwise, place
+from helpers.refusals import refused
 from helpers.sampling import keep, some
-from test_bad_input import refused
 
 import jzero
 from jzero.planner import memory

@@ -18,7 +18,7 @@ from jzero.config import Config
 from jzero.errors import ConfigError
 from models.mlp import MLP, cross_entropy
 
-PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[2] / "shared/ds_configs")
+PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[3] / "shared/ds_configs")
 FILES = sorted(PLACE.glob("*.json"))
 # What jzero does not do, as the line that says so begins. Whatever else stops a file is a fault of jzero's reader.
 CAUSES = (

@@ -222,7 +222,7 @@ assert not xla_bridge.backends_are_initialized()
 @pytest.mark.slow
 def test_constants_start_no_backend():
     """A process makes its model before it joins the others, and it must join before JAX starts a backend."""
-    subprocess.run([sys.executable, "-c", STARTS_NONE], check=True, cwd=Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", STARTS_NONE], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_layers_of_a_pipeline_module_that_differ_in_a_constant_are_no_stack():

@@ -166,7 +166,7 @@ layers = [LayerSpec(nnx.Linear, 3, 8), LayerSpec(nnx.Linear, 8, 8), LayerSpec(nn
 PipelineModule(layers, loss_fn=lambda o, l: (o - l).sum(), example_batch=(np.ones((2, 3)), np.ones((2, 1))))
 assert not xla_bridge.backends_are_initialized()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 # ------------------------------------------------------------------------------------------- NNX and Linen

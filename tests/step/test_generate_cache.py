@@ -1,6 +1,6 @@
 """The cache of generation where groups of devices act as one: `tensor` divides it by heads.
 
-tests/test_generate.py compares the texts of these layouts with one device.
+tests/step/test_generate.py compares the texts of these layouts with one device.
 """
 
 import functools

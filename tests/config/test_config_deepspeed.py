@@ -144,7 +144,7 @@ def test_no_key_of_deepspeed_is_unknown():
     """deepspeed_keys.txt: every key that DeepSpeed's source reads (its pydantic models and `param_dict.get` calls), at
     commit edaa7221 of August 2026.
     """
-    theirs = (Path(__file__).parent / "data/deepspeed_keys.txt").read_text().split()
+    theirs = (Path(__file__).parent / "deepspeed_keys.txt").read_text().split()
     assert len(theirs) > 300
     assert len(set(theirs)) == len(theirs)
     known = {*screen.KNOWN, *keys.KEYS, *aliases.DEPRECATED}

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import pytest
 from helpers.layer_lists import layers
 from helpers.pipelines import Case, Decoder, batch_of, model
-from test_bad_input import mlp, refused
+from helpers.refusals import refused
 
 import jzero
 from jzero.run.dump import dump
+from models.mlp import MLP, cross_entropy
 
 # ----------------------------------------------------------------------------------------------------- mistakes
 
@@ -103,7 +104,13 @@ def test_a_mesh_of_other_stages():
 
 
 def test_a_model_without_a_stack():
-    refused(lambda: Case("1f1b", 2, 2).step(mlp()), "mesh.pipe = 2", "no layer stack", "block", "jzero.PipelineModule")
+    refused(
+        lambda: Case("1f1b", 2, 2).step(jzero.from_flax(MLP, cross_entropy)),
+        "mesh.pipe = 2",
+        "no layer stack",
+        "block",
+        "jzero.PipelineModule",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""Asserts that a mistake is refused before anything compiles."""
+
+import jax
+import pytest
+
+import jzero
+
+compilations = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compilations.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+def refused(call, *parts):
+    """The call is a ConfigError with these parts in its text, and compiles nothing."""
+    jax.random.key(0)  # compiles a program of its own, the first time
+    compilations.clear()
+    with pytest.raises(jzero.ConfigError) as error:
+        call()
+    assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
+    assert compilations == []
