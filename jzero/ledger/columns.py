@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from jzero.ledger import schema
 
-MOST = 1000  # steps of a stretch
 Record = dict[str, Any]
 
 
@@ -67,16 +66,16 @@ class Steps:
         return found
 
 
-def stretches(records: Iterable[Record]) -> Iterator[Record | Steps]:
-    """Join the steps among records, in order; other records come as they are."""
-    for kind, alike in groupby(records, itemgetter("kind")):
+def stretches(chunks: Iterable[list[Record]]) -> Iterator[Record | Steps]:
+    """Join the steps among the records of each chunk, in order; other records come as they are."""
+    for kind, alike in chain.from_iterable(groupby(chunk, itemgetter("kind")) for chunk in chunks):
         if kind != schema.STEP:
             yield from alike
             continue
-        while part := list(islice(alike, MOST)):
-            number = number_array(map(itemgetter("step"), part), "q")
-            for first, end in pairwise((0, *np.flatnonzero(np.diff(number) <= 0) + 1, len(part))):
-                yield Steps(part[first:end])
+        part = list(alike)
+        number = number_array(map(itemgetter("step"), part), "q")
+        for first, end in pairwise((0, *np.flatnonzero(np.diff(number) <= 0) + 1, len(part))):
+            yield Steps(part[first:end])
 
 
 class CountingSteps:

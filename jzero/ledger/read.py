@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -111,7 +111,7 @@ def read(directory: str | os.PathLike) -> Run:
     path = Path(directory).expanduser() / schema.FILE
     records: list[Record] = []
     with opened(path) as file:
-        for record in records_of(file):
+        for record in chain.from_iterable(chunks_of(file)):
             if record["kind"] == schema.START and record["new"]:
                 records.clear()
             records.append(record)
@@ -134,18 +134,18 @@ def opened(path: Path) -> TextIO:
         ) from None
 
 
-def records_of(lines: Iterable[str], unchecked: str = "") -> Iterator[Record]:
-    """Yield the records in lines; skip those that are not records: a kill tears one, a later version adds kinds.
+def chunks_of(lines: Iterable[str], unchecked: str = "") -> Iterator[list[Record]]:
+    """Yield the records in lines, many at once; skip what is no record: a kill tears one, a later version adds kinds.
 
     Args:
       unchecked: a kind whose records come as they are: fields may be missing or have any type.
 
-    >>> list(records_of(['{"kind": "end", "time": 1.0, "step": 3, "reason": ""}', '{"kind": "end", "ti']))
-    [{'kind': 'end', 'time': 1.0, 'step': 3, 'reason': ''}]
+    >>> list(chunks_of(['{"kind": "end", "time": 1.0, "step": 3, "reason": ""}', '{"kind": "end", "ti']))
+    [[{'kind': 'end', 'time': 1.0, 'step': 3, 'reason': ''}]]
     """
     lines = iter(lines)
     while chunk := list(islice(lines, CHUNK)):
-        yield from [x for x in as_objects(chunk) if (unchecked and x.get("kind") == unchecked) or _is_record(x)]
+        yield [x for x in as_objects(chunk) if (unchecked and x.get("kind") == unchecked) or _is_record(x)]
 
 
 def _is_record(x: Record) -> bool:

@@ -21,7 +21,7 @@ from jzero.errors import ConfigError
 from jzero.ledger import schema
 from jzero.ledger.columns import CountingSteps, Record, Steps, number_array, stretches
 from jzero.ledger.goodput import Account, Goodput, counted
-from jzero.ledger.read import opened, records_of, runs, uncollected
+from jzero.ledger.read import chunks_of, opened, runs, uncollected
 from jzero.values.json_lines import as_objects, decode_float
 
 METRICS = "metrics.jsonl"  # of jsonl_monitor
@@ -152,7 +152,7 @@ def _of_ledger(directory: Path, name: str) -> History:
 def _read(directory: Path, name: str, unchecked: str = "") -> History:
     found = History(name, {})
     with opened(directory / schema.FILE) as file:
-        for run in runs(stretches(records_of(file, unchecked))):
+        for run in runs(stretches(chunks_of(file, unchecked))):
             found = _of_run(name, counted(run))
     return found
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
+from itertools import count
 from pathlib import Path
 
 from jzero.display.page import document, html_table, image, styled
@@ -52,7 +53,7 @@ class Plots:
         """Write a PNG file per plot and the page `index.html` into a directory; return the files."""
         title = ", ".join(history.name for history in self.histories)
         pages = {PAGE: document(title, self._repr_html_()).encode(errors="replace")}
-        named = {f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name).strip('_')[:100]}.png": x for name, x in self.images.items()}
+        named = dict(zip(_file_names(self.images), self.images.values(), strict=True))
         directory = Path(out).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         for file, data in (named | pages).items():
@@ -79,6 +80,20 @@ def read(*runs: str | os.PathLike, metrics: Sequence[str] = (), x: str = "step",
       ConfigError: a run without records, an unknown metric, or no matplotlib.
     """
     return Plots(read_all(runs), metrics, x, smooth)
+
+
+def _file_names(metrics: Iterable[str]) -> list[str]:
+    """Name a file for each metric by its letters, a number where two would have one name.
+
+    >>> _file_names(["loss/a", "loss a", "/"])
+    ['loss_a.png', 'loss_a_2.png', 'metric.png']
+    """
+    found: dict[str, None] = {}
+    for metric in metrics:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", metric).strip("_.")[:100] or "metric"
+        numbered = (name if number == 1 else f"{name}_{number}" for number in count(1))
+        found[next(file for file in (f"{name}.png" for name in numbered) if file not in found)] = None
+    return list(found)
 
 
 def contents(histories: Sequence[History], images: dict[str, bytes]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import jzero
 from jzero import ledger
 from jzero.distributed import preemption
 from jzero.ledger import writer
-from jzero.ledger.read import records_of
+from jzero.ledger.read import chunks_of
 from jzero.plots.history import read_run
 
 ROWS = 44
@@ -209,7 +209,7 @@ def test_a_ledger_that_cannot_be_written_is_a_warning(tmp_path, there):
 
 def test_what_is_no_record_is_skipped_and_no_ledger_is_an_error(tmp_path):
     lines = ['{"kind": "later", "time": 1}', '{"kind": "step", "time": 1}', "[1]", "\x00", '{"kind": []}', "{}"]
-    assert list(records_of(lines)) == []
+    assert list(chunks_of(lines)) == [[]]
     with pytest.raises(jzero.ConfigError, match=r"ledger.jsonl: No such file .* names checkpoint.dir"):
         ledger.read(tmp_path)
 
