@@ -299,7 +299,7 @@ def look_up(optimizer_config: OptimizerSection) -> tuple[Row | None, dict[str, A
         return None, {}, [_no_such(str(optimizer_config.type))]
     given, twice = _in_our_names(optimizer_config.params or {}, row.params)
     outside = [key for key in ("state_dtype", "groups") if key in given and key not in row.params]
-    twice += [f'optimizer.params.{key}: {given.pop(key)!r} belongs to "optimizer", beside "params"' for key in outside]
+    twice += [f'optimizer.params.{key}: {given.pop(key)!r} belongs to "optimizer", next to "params"' for key in outside]
     values, problems = read_by_table("optimizer.params", fill_autos(given, row.params), row.params)
     return row, values, [*twice, *(problems or row.check(values))]
 

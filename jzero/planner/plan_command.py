@@ -45,7 +45,7 @@ FORMATS = (".svg", ".png", ".pdf")
 _GIB = 2**30
 SCHEMA, OUT, MINUTES = 1, "best.json", 10.0
 HELD = (
-    "all state on the GPUs; fewer may do with it in host memory: "
+    "all state on the GPUs; fewer GPUs may be enough with state in host memory: "
     '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the config'
 )
 
@@ -109,11 +109,11 @@ def _check(args: Namespace) -> None:
         ),
         (
             args.fit and (args.search or args.frontier),
-            "--fit: without --search and --frontier; search on the cluster that it finds",
+            "--fit cannot be combined with --search or --frontier; search on the cluster that it finds",
         ),
         (
             args.fit and (args.minutes is not None or args.nodes != 1),
-            "--fit: without --minutes, it compiles few; and without --nodes, it finds their number",
+            "--fit cannot be combined with --minutes (it compiles few) or --nodes (it finds their number)",
         ),
         (
             searches and (args.html or args.formula or args.tokens is not None),

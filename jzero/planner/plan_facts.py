@@ -206,7 +206,7 @@ class PlanFacts:
       memory: bytes per GPU, part by part; `memory.peak_bytes`, `memory.fits`.
       collectives: every collective of a step.
       moves: what devices that act as one move, from the trace: with the model's modules and lines.
-      time: the estimated speed, `time.step_s`; None where `time_problem` tells what the estimate could not read.
+      time: the estimated speed, `time.step_s`; None where the estimate could not read the program: `time_problem`.
       warnings: what costs throughput or memory, each with its fix.
       deepspeed_bytes: DeepSpeed's own estimate of the model state per GPU for the same config; None for stages 0 and 1.
       text: the optimized program.

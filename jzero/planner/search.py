@@ -34,7 +34,7 @@ TRIED = 3  # of the leanest choices for one number of GPUs
 SLACK = 0.05  # of the memory: how far a prediction from other choices may be off
 INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE = (
     "not for this model", "model state too large", "slower even at the full rate of products",
-    "too large or slow, as those compiled tell", "a larger micro-batch fits", "no time left",
+    "predicted too large or too slow, from the compiled configs", "a larger micro-batch fits", "no time left",
 )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def _moments(step: Any) -> str:
     if not low:
         least = f" of {moments.FP8_LEAST:,} elements" if dtype == moments.FP8 else ""
         key = "optimizer.state_dtype" if step.precision.at_random else "bf16.bf16_optimizer_states"
-        return f", {key} without effect: no moments{least}"
+        return f", {key} has no effect: the optimizer has no moments{least}"
     at_random = " rounded at random" if step.precision.at_random else ""
     return f", moments {dtype}{at_random} ({low:,} of the optimizer's {of_all:,} elements)"
 
@@ -226,7 +226,8 @@ def _not_offloaded(step: Any) -> list[str]:
     elif zero.offload_param.device == "cpu" and not any(leaf.on_host.in_use for leaf in layouts):
         limit = f"{zero.stage3_param_persistence_threshold:,}"
         lines.append(
-            f"offload_param: no parameter has stage3_param_persistence_threshold = {limit} elements, so none is"
+            f"offload_param: no parameter has stage3_param_persistence_threshold = {limit} elements, so no parameter "
+            "is offloaded"
         )
     if zero.offload_optimizer.ratio < 1 and not any(leaf.on_host.moments for leaf in layouts):
         why = "device is none" if zero.offload_optimizer.device == "none" else "ratio is 0"
@@ -371,7 +372,7 @@ def _fallbacks(step: Any) -> list[str]:
         lines.append(facts.fallback)
     if any(leaf.by_layer for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
         why = "for the same reason" if facts.layers else "the model has no layer stack (docs/functional-api.md), so"
-        lines.append(f"stage 3: {why} it is gathered as a whole")
+        lines.append(f"{why} ZeRO-3 gathers the whole model at once")
     for axis, key, given in (
         (CONTEXT, "context_parallel.attention", step.config.context_parallel.attention != "auto"),
         (TENSOR, "tensor_parallel.regather", step.config.tensor_parallel.regather),
@@ -387,5 +388,5 @@ def _fallbacks(step: Any) -> list[str]:
     if stages == 1 and facts.remat.interval > 1:
         lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
     if checkpointing and checkpointing.kind != "none" and not facts.layers and stages == 1:
-        lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
+        lines.append("activation_checkpointing: the model has no layer stack, so the whole model is one checkpoint")
     return lines

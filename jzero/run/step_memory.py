@@ -149,7 +149,10 @@ def explain_out_of_memory(step: TrainStep, error: jax.errors.JaxRuntimeError) ->
         return  # of several programs nothing tells which it was
     need = _planned(step, there)
     own, most = size_text(need.peak_bytes), size_text(there.most)
-    what = f"a step ran out of memory: it needs {own} per device, and other arrays and gaps the rest of XLA's {most}"
+    what = (
+        f"a step ran out of memory: it needs {own} per device; other arrays and fragmentation use the rest of XLA's "
+        f"{most}"
+    )
     # Of several processes maybe only this one is here, while the others wait in a collective: it compiles nothing.
     less = min(there.most, need.peak_bytes - 1) if jax.process_count() == 1 else None
     raise OutOfMemoryError(explained(step, need, what, less)) from error

@@ -53,7 +53,7 @@ def _models(monkeypatch):
 
 def lines_of(step):
     text = " ".join(jzero.report(step).split())
-    return {part.split(": ")[0]: part.split(": ")[1] for part in text.split(" - whole along tensor, ")[1:]}
+    return {part.split(": ")[0]: part.split(": ")[1] for part in text.split(" - replicated over tensor: ")[1:]}
 
 
 @pytest.mark.parametrize("name", keep(ODD, ["llama-odd"]))

@@ -30,7 +30,7 @@ class Promoting(Decoder):
 def test_layers_that_do_not_fit_each_other(kind, parts):
     case = Case("1f1b", 4, 2)
     step = case.step(kind(4), bf16={"enabled": kind is Promoting})
-    refused(lambda: step.lower(batch_of(case)), *parts, "every layer gives what the next one takes")
+    refused(lambda: step.lower(batch_of(case)), *parts, "each layer's output must match the next layer's input")
 
 
 @pytest.mark.parametrize(

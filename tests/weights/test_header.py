@@ -178,8 +178,8 @@ def test_a_checksum_is_the_same_for_every_division(dtype):
 
 
 ELSEWHERE = {
-    "../x.safetensors": "'../x.safetensors' is not the name of a file beside it",
-    "/etc/passwd": "'/etc/passwd' is not the name of a file beside it",
+    "../x.safetensors": "'../x.safetensors' is not the name of a file in its directory",
+    "/etc/passwd": "'/etc/passwd' is not the name of a file in its directory",
     **{name: "is not the name" for name in ("..", "", "a/x.safetensors", "x\0.safetensors", "x" * 10**6)},
     "absent.safetensors": "absent.safetensors: No such file",
     "directory": "it is not a regular file",

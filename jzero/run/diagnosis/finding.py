@@ -158,7 +158,7 @@ class Finding:
 
     def _place(self) -> str:
         if not self.direction:
-            return "repeated, the step is finite: a device computed wrongly, or an operation does not repeat to the bit"
+            return "repeated, the step is finite: a device computed wrongly, or an operation is not deterministic"
         if self.direction == FORWARD:
             before = []
             for place, value in self.largest.items():
@@ -176,7 +176,7 @@ class Finding:
         if self.replicas:
             where += f", on {_several('replica', self.replicas)}"
         if not self.rows:
-            return f"{where}; no row fails by itself"
+            return f"{where}; no single row fails alone"
         more = " (and maybe more)" if self.more_rows else ""
         samples = f", {_several('sample', self.samples)} of training_data" if self.samples else ""
         return f"{where}: {_several('row', self.rows)}{more} of the global batch{samples}"

@@ -101,7 +101,7 @@ def name_bottleneck(
             if communicates >= COMMUNICATION:
                 rule, share, of = COMMUNICATES, communicates, "a profiled step"
         elif devices > 1:
-            return [f"device-bound: the devices worked, {share:.0%} of {of}; wall_clock_breakdown tells computation "
-                    "from communication"]  # fmt: skip
+            return [f"device-bound: the devices worked, {share:.0%} of {of}; wall_clock_breakdown separates "
+                    "computation from communication"]  # fmt: skip
     settings = [text for applies, text in rule.settings if applies(config)][:MOST]
     return [f"{rule.name}: {rule.about}, {share:.0%} of {of}", f"try {'; or '.join(settings)}"]
