@@ -241,9 +241,9 @@ class PipelineModule(FlaxModel):
         if signature(y) != signature(x):
             raise ConfigError(
                 f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) have one structure and form "
-                f"one stack, in which each layer must keep its input's shape and dtype, but {show(x)} becomes {show(y)}: for a "
-                "dtype, cast in a function before them; for a shape, pass example_batch=(inputs, labels): then they "
-                "are not stacked"
+                f"one stack, in which each layer must keep its input's shape and dtype, but {show(x)} becomes "
+                f"{show(y)}: for a dtype, cast in a function before them; for a shape, pass example_batch=(inputs, "
+                "labels): then they are not stacked"
             )
         return add_state(self, y, new)
 

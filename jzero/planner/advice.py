@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO, MICS, TRAIN, group_degrees
 from jzero.display.slow_work import slow_work
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import CONTEXT, DATA, TENSOR, ZERO, ZERO_AXES, degrees_text, present
 from jzero.model import SUFFIX
@@ -34,7 +35,6 @@ from jzero.step.train_step import TrainStep, make_train_step
 from jzero.stored_names import numberless
 from jzero.tiling import CUT
 from jzero.tree import PyTree
-from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import either
 
 WIDE = 2**24  # bytes in float32 per step that are worth a line

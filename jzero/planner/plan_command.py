@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jzero.config import Config
+from jzero.config.config import read_config
 from jzero.config.sizes import ACCUM, MICRO
-from jzero.config.source import read_config
 from jzero.display.figure import GRID, INK, colour, new_figure
-from jzero.display.text_table import text_table
+from jzero.display.text_table import size_text, text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.planner import candidates as keys
@@ -33,7 +33,6 @@ from jzero.planner.rates import Rates
 from jzero.planner.search import EQUAL, LATE, Search, search_configs, smallest
 from jzero.planner.state_bytes import bytes_by_stage
 from jzero.step.batch import amount_of
-from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

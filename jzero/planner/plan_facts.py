@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
 from jzero.mesh import PIPE
 from jzero.pipeline.schedules import PipelineSchedule, make_schedule
@@ -20,7 +21,6 @@ from jzero.planner.step_time import StepTime
 from jzero.planner.traced_collectives import TracedCollectives
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
-from jzero.values.byte_sizes import size_text
 
 SLACK = 0.95  # of XLA's limit, from which it schedules a step to use less memory
 

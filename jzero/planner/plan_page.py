@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jzero.display.figure import GRID, INK, PALE, colour, new_figure
 from jzero.display.page import document, drawing, html_table, styled
+from jzero.display.text_table import size_text
 from jzero.pipeline.draw import draw_figure
 from jzero.planner import kernel_costs
 from jzero.planner.collectives import KINDS
@@ -29,7 +30,6 @@ from jzero.planner.step_time import (
     seconds_of_labels,
     shares,
 )
-from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._compat import without_dead_code
+from jzero.display.text_table import size_text
 from jzero.kernels.trace import Equation
 from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans_hosts
 from jzero.model import ENDS, Inputs, Model, StackModel, stack_functions
@@ -26,7 +27,6 @@ from jzero.tiling import CUT
 from jzero.tracing.equations import operations
 from jzero.tracing.source_lines import source_line
 from jzero.tree import PyTree
-from jzero.values.byte_sizes import size_text
 
 COLUMNS = ["collective", "axes", "bytes", "times", "bytes a step", "pass", "in", "line"]
 WORDS = ["collective", "axes", "pass", "in", "line"]  # those with text

@@ -6,11 +6,10 @@ import json
 
 import numpy as np
 
-from jzero.errors import escaped
+from jzero.errors import escaped, mask
 from jzero.planner.state_bytes import bytes_per_device
 from jzero.run.report_text import align_columns, one_by_one
 from jzero.step.train_step import TrainStep
-from jzero.values.masking import mask
 
 
 def dump(step: TrainStep) -> str:

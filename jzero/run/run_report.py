@@ -16,8 +16,9 @@ from jzero.config.keys import is_replaced
 from jzero.config.screen import FIELDS
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
+from jzero.display.text_table import size_text
 from jzero.distributed.machine import loaded_nccl
-from jzero.errors import shorten, some_of
+from jzero.errors import mask, shorten, some_of
 from jzero.layout.sharding import ParamLayout
 from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, Plus
 from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
@@ -30,9 +31,7 @@ from jzero.run.report_text import align_columns, bullets, spec_table, value_text
 from jzero.run.step_report import joined, sections_of_step
 from jzero.step.setup import float16_on_cpu
 from jzero.stored_names import numberless
-from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import as_json
-from jzero.values.masking import mask
 from jzero.weights.adapters import trained_beside
 
 

@@ -13,7 +13,8 @@ import jax
 
 from jzero.data import DataLoader
 from jzero.data.curriculum import Curriculum
-from jzero.display.text_table import text_table
+from jzero.display.text_table import size_text, text_table
+from jzero.distributed.machine import fullest_first
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
 from jzero.planner.advice import nearest, nearest_text
@@ -21,12 +22,10 @@ from jzero.planner.memory import UsableMemory, memory, usable_memory_here
 from jzero.planner.plan_facts import PlannedMemory, planned_memory
 from jzero.planner.plan_text import live_section, memory_section, section_text
 from jzero.planner.state_bytes import LeafBytes, leaf_bytes
-from jzero.profiling.device_memory import fullest_first
 from jzero.step.train_step import TrainStep
 from jzero.step.update import SkipWhen
 from jzero.stored_names import numberless
 from jzero.tree import PyTree
-from jzero.values.byte_sizes import size_text
 
 STATUS = Path("/proc/self/status")  # Linux
 

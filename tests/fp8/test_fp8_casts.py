@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jzero.kernels.fp8 import casts
-from jzero.kernels.fp8.casts import cast_pair, identity
+from jzero.kernels.fp8.product import cast_pair, identity
 from jzero.kernels.fp8.quantized import E4M3, E5M2, amax
 
 TYPES = {E4M3: (ml_dtypes.float8_e4m3fn, 448.0), E5M2: (ml_dtypes.float8_e5m2, 57344.0)}

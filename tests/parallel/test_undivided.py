@@ -14,8 +14,8 @@ from helpers.sampling import keep
 from helpers.tensor_models import WIDTH, errors, make_step
 
 import jzero
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
-from jzero.values.byte_sizes import size_text
 
 VOCAB, HEAD = 67, WIDTH // 4
 # The bytes of one device: tensor 2 halves a divided parameter, and zero 2 the masters and the gradients of each.

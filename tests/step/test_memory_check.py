@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import jzero
+from jzero.display.text_table import size_text
 from jzero.errors import OutOfMemoryError
 from jzero.planner import advice
 from jzero.planner.advice import Near, nearest, ways
 from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
 from jzero.run import step_memory
-from jzero.values.byte_sizes import size_text
 from models.llama import Llama, preset
 
 ROWS, LENGTH = 16, 64

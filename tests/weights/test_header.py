@@ -12,7 +12,6 @@ from safetensors import SafetensorError, deserialize
 
 import jzero
 from jzero import weights
-from jzero.weights import header
 from jzero.weights.safetensors import File, checksum_of
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
