@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46633,
-    "files": 254,
-    "statements": 27319,
+    "lines": 46561,
+    "files": 253,
+    "statements": 27274,
     "Any": 1173,
     "rooms": 38,
     "floors": 15,

@@ -227,7 +227,6 @@ OUTPUTS: dict[tuple[str, ...], Callable[[Config], object]] = {
         for section in ("csv_monitor", "jsonl_monitor", "tensorboard")
     },
 }
-SENDS = ("wandb", "comet")  # sections of services
 
 
 def outputs(config: Config) -> dict[str, Path]:

@@ -223,8 +223,6 @@ DEEPSPEED |= {
     ),
 }
 
-LATER = ("MuSGD",)
-
 # optax's, by its names. In these, the update of an element depends on that element alone, or on all parameters at once,
 # so a layer stack changes nothing.
 OPTAX_ELEMENTWISE = (
@@ -250,6 +248,7 @@ REFUSED = {
     "schedule_free_sgd": "evaluation needs other parameters than training",
     "muadam": 'write type "Adam" with the groups of jzero.mup_groups',
     "muadamw": 'write type "AdamW" with the groups of jzero.mup_groups',
+    "musgd": "jzero.mup_groups has the groups of Adam and AdamW alone",
 }
 
 
@@ -346,8 +345,6 @@ def _no_such(name: str) -> str:
             f'optimizer.type: {name!r} is DeepSpeed\'s class for state in host memory; write "type": {as_json(own)} '
             'and zero_optimization.offload_optimizer: {"device": "cpu"}'
         )
-    if name.lower() in (later.lower() for later in LATER):
-        return f"optimizer.type: {name!r} is not supported yet. {use}"
     if name.lower() in REFUSED:
         return f"optimizer.type: {name!r} is not supported: {REFUSED[name.lower()]}. {use}"
     return (
