@@ -25,7 +25,7 @@ from experiments.quickstart import HELD_OUT_BYTES, positive
 from experiments.show import memory, steps_of
 from experiments.text import BYTES, standard_library
 from jzero import planner
-from jzero.config.source import read_config
+from jzero.config.config import read_config
 from jzero.data import Packed, TokenFile
 from jzero.data.tokens import open_tokens, token_note
 from models.llama import PRESETS, Llama, LlamaConfig, preset

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jzero import checkpoint, weights
     from jzero.adapters.from_flax import from_flax
-    from jzero.attention_kernels.attention import attention
+    from jzero.attention_kernels import attention
     from jzero.config import Config
     from jzero.data import RepeatingLoader
     from jzero.distributed.joining import init_distributed
@@ -53,7 +53,7 @@ _HOME = {
     "TrainStep": "step.train_step",
     "add_config_arguments": "run.initialize",
     "all_gather": "layout.replicas",
-    "attention": "attention_kernels.attention",
+    "attention": "attention_kernels",
     "axis_index": "layout.replicas",
     "balance_loss": "moe.routing",
     "balanced_bias": "moe.routing",

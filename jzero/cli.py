@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jzero.errors import ConfigError, numbered, printable
+from jzero.errors import ConfigError, escaped, numbered, one_line, printable
 from jzero.files import create
 from jzero.launcher import options, transports
 from jzero.launcher.job import Job, make_job
@@ -29,10 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "--version" or argv[:2] == ["run", "--version"]:
             print(f"jzero {sys.modules['jzero'].__version__}")  # imports point the other way
             return 0
-        if name == "plot":
-            from jzero.plots import command
-
-            return command.main(rest)
         if name in OTHERS:
             return OTHERS[name](options.parse_other(name, rest))
         check_name(name)
@@ -151,6 +147,19 @@ def calibrate(args: Namespace) -> int:
     return 0
 
 
+def plot(args: Namespace) -> int:
+    """Write the plots of runs, and print the files and each run's goodput."""
+    from jzero.plots.run_plots import read
+
+    plots = read(*args.runs, metrics=args.metric, x=args.x, smooth=args.smooth)
+    for file in plots.write(args.out):
+        print(escaped(file))
+    for history in plots.histories:
+        if history.goodput:
+            print(f"{one_line(history.name)}: {history.goodput}")
+    return 0
+
+
 def replay(args: Namespace) -> int:
     """Repeat a saved step that was not finite on one device, and print what is found."""
     from jzero.run.diagnosis import replay
@@ -159,7 +168,7 @@ def replay(args: Namespace) -> int:
 
 
 OTHERS: dict[str, Callable[[Namespace], int]] = {
-    "report": report, "plan": plan, "calibrate": calibrate, "export": export, "replay": replay,
+    "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export, "replay": replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero.attention_kernels.attention import attention
-from jzero.attention_kernels.choice import FLASH, Attend
+from jzero.attention_kernels import FLASH, Attend, attention
 
 
 class Carry(NamedTuple):

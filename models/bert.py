@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.attention_kernels.choice import kernel_note
+from jzero.attention_kernels import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jzero.attention_kernels.choice import Attend
+from jzero.attention_kernels import Attend
 from jzero.errors import ConfigError
 
 from .attention import Carry, Decoding, Hidden, KVCache, attend, same_segment

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jzero.attention_kernels.choice import FLASH, FLASH_WIDTH, Attend, cudnn_obstacle
+from jzero.attention_kernels import FLASH, FLASH_WIDTH, Attend, cudnn_obstacle
 from jzero.errors import ConfigError
 from jzero.values.kinds import closest
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jzero.attention_kernels.choice import kernel_note
+from jzero.attention_kernels import kernel_note
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 

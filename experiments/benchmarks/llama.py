@@ -23,7 +23,7 @@ import numpy as np
 
 import jzero
 from experiments.benchmarks.gpu import MEASURED, WARM
-from jzero.attention_kernels.choice import Attend
+from jzero.attention_kernels import Attend
 from jzero.planner import gpu_devices, memory
 from jzero.step.update import NEVER
 from models.llama import PRESETS, Llama, preset

@@ -105,7 +105,8 @@ Or write the model in three parts, with Linen modules for the ends and for a lay
             if problem:
                 raise ConfigError(
                     f"stack = {self.path!r}: the layers differ: {self.name_of(number)}: {problem}, as in "
-                    f"{self.name_of(0)}. One program runs all layers of a stack: leave out stack=, or build them alike"
+                    f"{self.name_of(0)}. One program runs all layers of a stack: leave out stack=, or give them "
+                    "one structure"
                 )
 
 

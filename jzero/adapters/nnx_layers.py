@@ -149,7 +149,7 @@ def _check_alike(
         if problem := _difference(layers[0], layer, names[0], name):
             raise ConfigError(
                 f"{what}: the layers differ: {problem}. One program runs all layers of a stack: leave out stack=, or "
-                "build them alike and move what differs into a parameter"
+                "give them one structure and move what differs into a parameter"
             )
     for name, layer in zip(names, layers, strict=True):
         if shared := [own for own in variables(layer, VALUES) if f"{name}/{own}" not in whole]:

@@ -77,7 +77,7 @@ class StackedModel(FlaxModel):
                 if cut != first:
                     raise ConfigError(
                         f"{self!r}: {FUSED} has {cut!r} for {part} and {first!r} for {parts[0]}, which are one "
-                        "parameter of the stack; cut all layers alike, or leave out stack="
+                        "parameter of the stack; cut all layers in the same way, or leave out stack="
                     )
             if first is not None:
                 found[name] = first

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from jzero.config.keys import CURRICULUM_METRICS, KEYS, SWITCH, ZERO, Ignored, Replaced
+from jzero.errors import mask
 from jzero.values.kinds import DTYPE, as_json, number
-from jzero.values.masking import mask
 
 # Another name of a key -> the key, in the same section. Giving both is an error.
 RENAMED = {

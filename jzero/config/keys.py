@@ -145,6 +145,7 @@ _REPLACED = (
     ("", FLAG, "optax: the same optimizer for state on the device and on the host", "zero_force_ds_cpu_optimizer"),
     ("", FLAG, "XLA's command buffers (CUDA graphs), on by default", "graph_harvesting"),
     ("", TEXT, "steps_per_print: jzero prints the run report and progress lines", "log_level"),
+    ("", FLAG, "the run report, printed at the start, and the config's model_dump_json()", "dump_state"),
     ("", FLAG, "the order of the mesh axes", "use_data_before_expert_parallelism"),
     ("", FLAG, "dense gradients of embeddings: the same numbers", "sparse_gradients"),
     ("", POSITIVE, "the model's own vocabulary (models/ take pad_vocab_to)", "vocabulary_size"),

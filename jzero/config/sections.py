@@ -303,8 +303,7 @@ class Settings(Section):
     "sum" adds the replicas' gradients at every stage (DeepSpeed refuses it at stage 3).
 
     `wall_clock_breakdown` and `memory_breakdown` print lines with each progress line: every `steps_per_print` steps, or
-    every 10 if that is null or Infinity. `memory_breakdown` also prints the model state by module. `dump_state` prints
-    config, mesh, parameters and settings at the start.
+    every 10 if that is null or Infinity. `memory_breakdown` also prints the model state by module.
     """
 
     strict: Flag = True
@@ -315,7 +314,6 @@ class Settings(Section):
     steps_per_print: Annotated[int | None, kinds.EVERY] = None
     wall_clock_breakdown: Flag = False
     memory_breakdown: Flag = False
-    dump_state: Flag = False
     gradient_clipping: Annotated[float, kinds.CLIP] = 1.0
     gradient_allreduce_op: Annotated[Reduction, one_of(get_args(Reduction))] = "mean"
     communication_data_type: Annotated[Dtype | None, kinds.DTYPE_OR_NULL] = None

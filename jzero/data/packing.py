@@ -132,9 +132,11 @@ class Packed(PackedRows):
             noted = token_note(documents).get("end", end) if isinstance(documents, str | os.PathLike) else end
             end = noted if end is None else end
             if end is None:
-                raise ConfigError("end = None: name the token that ends a document; there is no note beside the file")
+                raise ConfigError("end = None: name the token that ends a document; no note is stored with the file")
             if end != noted:
-                raise ConfigError(f"end = {end}: the note beside {documents} has end = {noted}; omit this argument")
+                raise ConfigError(
+                    f"end = {end}: the note stored with {documents} has end = {noted}; omit this argument"
+                )
             ends = _ends(self.tokens, end)
             if len(ends) == 1 and len(self.tokens) and self.tokens[-1] != end:
                 raise ConfigError(f"end = {end}: does not occur in the tokens; name the token that ends a document")

@@ -1,4 +1,4 @@
-"""Tables of profiles: with lines and bold titles on a terminal, plain text elsewhere."""
+"""Tables of text, with lines and bold titles on a terminal, and numbers in readable units."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ def quantity(x: float, unit: str = "") -> str:
         if abs(x) >= 0.9995 * factor:
             return f"{float(f'{x / factor:.3g}'):g} {prefix}{unit}"
     return f"{x:.3g} {unit}".rstrip()
+
+
+def size_text(n_bytes: float) -> str:
+    """Format bytes in the unit that leaves one to three digits before the point: `1.54 GiB`."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while n_bytes >= 1000 and len(units) > 1:
+        n_bytes /= 1024
+        units.pop(0)
+    digits = 0 if units[0] == "B" or n_bytes >= 100 else 1 if n_bytes >= 10 else 2
+    return f"{n_bytes:.{digits}f} {units[0]}"

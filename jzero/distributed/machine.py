@@ -1,7 +1,7 @@
 """Find out what this machine has for a job, and what is wrong with it: its GPUs, its NCCL, its memory.
 
 The wheels of NCCL for CUDA 12 and 13 install the same file: the one installed last replaces the other, and `pip list`
-shows both. The launcher sends this module to its agents, so only `device_fault` and `process_faults` import JAX.
+shows both. The launcher sends this module to its agents, so JAX is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -136,6 +136,14 @@ def process_faults(env: Mapping[str, str], local_size: int) -> list[str]:
         wheel = wheel_of(path)
         found.append(nccl_fault(path, f"{version} ({wheel})" if wheel else version, installed_wheels()))
     return [fault for fault in found if fault]
+
+
+def fullest_first() -> list[tuple[jax.Device, dict[str, int]]]:
+    """List (device, its `memory_stats()`) by the peak of bytes in use; CPU devices count nothing and are not listed."""
+    import jax
+
+    stats = [(device, device.memory_stats()) for device in jax.local_devices()]
+    return sorted([pair for pair in stats if pair[1]], key=lambda pair: -pair[1]["peak_bytes_in_use"])
 
 
 def memory_gb(root: Path = Path("/")) -> int:

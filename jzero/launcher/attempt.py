@@ -153,7 +153,7 @@ class Attempt:
         if self.left and self._notice is not None and now > self._notice and not self.failure:
             self._notice = None
             codes = ", ".join(f"rank {rank} {ended(self._codes[rank])}" for rank in self._failed_by_themselves()[:8])
-            others = codes or ("the others have ended well" if len(self.left) < len(self.lines) else "")
+            others = codes or ("the other ranks succeeded" if len(self.left) < len(self.lines) else "")
             self.say(f"still running: rank {listed(self.left)}{f' ({others})' if others else ''}")
         if now > self._deadline:
             self._on(AttemptEvent.LATE)
@@ -188,7 +188,7 @@ class Attempt:
         if number == signal.SIGINT and self.left:
             self._deadline = min(self._deadline, now + AFTER_CTRL_C)
             others = f"; the others have {self._deadline - now:.0f} s"
-        self.say(f"after {signal_name(number)} rank {rank} {ended(code)} first{others}")
+        self.say(f"rank {rank} was the first to fail after {signal_name(number)}: it {ended(code)}{others}")
 
     # ------------------------------------------------------------------ what it does
 

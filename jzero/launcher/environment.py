@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jzero.errors import ConfigError
-from jzero.values.masking import mask
+from jzero.errors import ConfigError, mask
 
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "JAX_", "JZERO_", "XLA_", "TF_", "CUDA_", "HF_", "WANDB_")
 NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")

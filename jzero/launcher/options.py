@@ -1,4 +1,4 @@
-"""The options of all commands, as tables; `jzero plot` has its own."""
+"""The options of all commands, as tables."""
 
 from __future__ import annotations
 
@@ -148,6 +148,16 @@ OTHERS = {
         "Measure the rates of this machine's GPUs and their links in about a minute: products, attention, "
         "memory, collectives and one real step. Plans take the file.",
         [option("--out FILE", "default: rates.json", default="rates.json")],
+    ),
+    "plot": Command(
+        "Draw loss, metrics, speed, memory and goodput of runs: PNG files, and one page (index.html).",
+        [
+            option("runs RUN", "a checkpoint directory (with a ledger), or one of jsonl_monitor", nargs="+"),
+            option("--out DIR", "default: plots", default="plots"),
+            option("--metric NAME", "draw this one; may be repeated", action="append", default=[]),
+            option("--x", "the horizontal axis", choices=["step", "samples", "time"], default="step"),
+            option("--smooth W", "weight of the past in a moving average, as 0.9", type=float, default=0.0),
+        ],
     ),
     "export": Command(
         "Write a checkpoint's parameters as safetensors, in the layout of `transformers` if the model "

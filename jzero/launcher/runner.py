@@ -127,7 +127,7 @@ class Runner:
         lost = [link.host for link in self.links() if link.lost]
         for host, swept in zip(lost, await asyncio.gather(*map(self.sweep, lost)), strict=True):
             if not swept:
-                self.attempt.say(f"{host} does not answer; its agent must end the processes there by itself")
+                self.attempt.say(f"{host} does not answer; its agent should stop its processes without us")
 
     async def sweep(self, host: str) -> bool:
         """Kill the processes that a lost agent may have left; return whether its host could be reached."""

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 
 from jzero.distributed import connections
+from jzero.errors import masked
 from jzero.launcher import environment
 from jzero.launcher.job import Job, unnamed
-from jzero.values.masking import masked
 
 # Reads the agent's source from standard input, up to a zero byte, without buffering what follows it. The script's
 # command line comes after it.

@@ -28,7 +28,7 @@ LOSSES = {
     "start": "initialize, without the read of a checkpoint or of weights",
     "restore": "the read of a checkpoint or of weights, or the search of a step that was not finite and the way back",
     "compile": "tracing and compiling programs",
-    "first step": "what the first step of a start took longer than the median of that start's others",
+    "first step": "extra time of each start's first step over its median step",
     "save": "saves that the devices waited for",
     "evaluation": "evaluations",
     "data": "waiting for training data, with idle devices",

@@ -18,12 +18,12 @@ from jzero import checkpoint
 from jzero.checkpoint.directory import local_path
 from jzero.checkpoint.lock import other_holder
 from jzero.distributed import last_words
+from jzero.distributed.machine import fullest_first
 from jzero.events import EvaluationEnded, Event, Noticed, RunEnded, SaveBegan, StateStarted, StepEnded
 from jzero.ledger import schema
 from jzero.ledger.read import read
 from jzero.ledger.writer import Later, RecordWriter
 from jzero.loss import SCALING
-from jzero.profiling.device_memory import fullest_first
 from jzero.step.train_step import TrainStep
 
 # Field of a step's record -> the part of the clock in which the devices waited before it.

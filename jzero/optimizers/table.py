@@ -223,8 +223,6 @@ DEEPSPEED |= {
     ),
 }
 
-LATER = ("MuSGD",)
-
 # optax's, by its names. In these, the update of an element depends on that element alone, or on all parameters at once,
 # so a layer stack changes nothing.
 OPTAX_ELEMENTWISE = (
@@ -250,6 +248,7 @@ REFUSED = {
     "schedule_free_sgd": "evaluation needs other parameters than training",
     "muadam": 'write type "Adam" with the groups of jzero.mup_groups',
     "muadamw": 'write type "AdamW" with the groups of jzero.mup_groups',
+    "musgd": "jzero.mup_groups has the groups of Adam and AdamW alone",
 }
 
 
@@ -299,7 +298,7 @@ def look_up(optimizer_config: OptimizerSection) -> tuple[Row | None, dict[str, A
         return None, {}, [_no_such(str(optimizer_config.type))]
     given, twice = _in_our_names(optimizer_config.params or {}, row.params)
     outside = [key for key in ("state_dtype", "groups") if key in given and key not in row.params]
-    twice += [f'optimizer.params.{key}: {given.pop(key)!r} belongs to "optimizer", beside "params"' for key in outside]
+    twice += [f'optimizer.params.{key}: {given.pop(key)!r} belongs to "optimizer", next to "params"' for key in outside]
     values, problems = read_by_table("optimizer.params", fill_autos(given, row.params), row.params)
     return row, values, [*twice, *(problems or row.check(values))]
 
@@ -346,8 +345,6 @@ def _no_such(name: str) -> str:
             f'optimizer.type: {name!r} is DeepSpeed\'s class for state in host memory; write "type": {as_json(own)} '
             'and zero_optimization.offload_optimizer: {"device": "cpu"}'
         )
-    if name.lower() in (later.lower() for later in LATER):
-        return f"optimizer.type: {name!r} is not supported yet. {use}"
     if name.lower() in REFUSED:
         return f"optimizer.type: {name!r} is not supported: {REFUSED[name.lower()]}. {use}"
     return (

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero.display.figure import GRID, INK, PALE, SHARDS, WHITE, colour, new_figure, number_ranges
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
 from jzero.tree import PyTree, named
-from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

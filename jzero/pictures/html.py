@@ -15,9 +15,9 @@ from jax.sharding import Mesh, Sharding
 
 from jzero.display.figure import INK, PALE, WHITE, colour
 from jzero.display.page import html_table, styled
+from jzero.display.text_table import size_text
 from jzero.pictures.drawing import device_label, drawn_indices, mesh_title, present_axes
 from jzero.tree import PyTree, named
-from jzero.values.byte_sizes import size_text
 
 MOST_LEAVES = 40  # rows of a table
 LEFT = "text-align:left"  # notebooks align cells to the right

@@ -142,7 +142,9 @@ def check_chain(x: PyTree, y: PyTree) -> None:
 
     taken, given = (jax.tree.map(lambda v: f"{v.dtype.name}{list(v.shape)}", tree) for tree in (x, y))
     if jax.tree.flatten(taken) != jax.tree.flatten(given):
-        raise ConfigError(f"the layer stack takes {taken} and gives {given}: every layer gives what the next one takes")
+        raise ConfigError(
+            f"the layer stack takes {taken} and gives {given}: each layer's output must match the next layer's input"
+        )
 
 
 def buffer_kind(leaf: PyTree) -> str:

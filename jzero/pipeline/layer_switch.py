@@ -97,14 +97,17 @@ def _check_options(model: PipelineModule, config: Config, mesh: Mesh) -> None:
     stages = mesh.shape[PIPE]
     if axes := present(mesh, *GROUP_AXES):
         raise ConfigError(
-            f"{degrees_text(mesh, axes)} with mesh.pipe = {stages} and layers of {model!r} in no stack that the stages "
-            "divide: not yet supported; make more of the layers alike, choose a number of stages that divides them, or "
-            "leave one out"
+            f"{degrees_text(mesh, axes)} with mesh.pipe = {stages} and layers of {model!r} that do not form a stack "
+            "divisible by the stages: not yet supported; give more of the layers the same structure, choose a number "
+            "of stages that divides them, or leave one out"
         )
-    section, always = config.activation_checkpointing, "layers in no stack that the stages divide are always"
+    section, always = (
+        config.activation_checkpointing,
+        "layers that do not form a stack divisible by the stages are always",
+    )
     policy = section.policy if section else None
     refused = {
-        "fp8.enabled = true": (config.fp8.enabled, "fp8 multiplies the weights of a stack that the stages divide"),
+        "fp8.enabled = true": (config.fp8.enabled, "fp8 multiplies the weights of a stack divisible by the stages"),
         f'activation_checkpointing.policy = "{policy}"': (policy in ("matmuls", "none"), f"{always} recomputed"),
         "stack.unroll = false": (config.stack.unroll is False, f"{always} unrolled"),
     }

@@ -240,10 +240,10 @@ class PipelineModule(FlaxModel):
         y, new = self._layer(first, layer, x, rng)
         if signature(y) != signature(x):
             raise ConfigError(
-                f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) are alike and form one stack, in "
-                f"which each layer must keep its input's shape and dtype, but {show(x)} becomes {show(y)}: for a "
-                "dtype, cast in a function before them; for a shape, pass example_batch=(inputs, labels): then they "
-                "are not stacked"
+                f"layers[{first}:{self.stack.stop}] ({self._layers[first].name}) have one structure and form "
+                f"one stack, in which each layer must keep its input's shape and dtype, but {show(x)} becomes "
+                f"{show(y)}: for a dtype, cast in a function before them; for a shape, pass example_batch=(inputs, "
+                "labels): then they are not stacked"
             )
         return add_state(self, y, new)
 
@@ -291,8 +291,8 @@ class PipelineModule(FlaxModel):
                 if signature(shared) != signature(other):
                     raise ConfigError(
                         f"layers[{j}] ({self._layers[j].name}) and layers[{i}] ({layer.name}) have the key "
-                        f"{layer.key!r} but cannot share {show(other)} and {show(shared)}: build them alike, or name "
-                        "the attributes that they have in common in tied_weight_attr"
+                        f"{layer.key!r} but cannot share {show(other)} and {show(shared)}: build them with the "
+                        "same shapes, or name the attributes that they have in common in tied_weight_attr"
                     )
 
     def _find_stack(self, inputs: list[PyTree]) -> range | None:

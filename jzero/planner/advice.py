@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO, MICS, TRAIN, group_degrees
 from jzero.display.slow_work import slow_work
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError, some_of
 from jzero.mesh import CONTEXT, DATA, TENSOR, ZERO, ZERO_AXES, degrees_text, present
 from jzero.model import SUFFIX
@@ -34,7 +35,6 @@ from jzero.step.train_step import TrainStep, make_train_step
 from jzero.stored_names import numberless
 from jzero.tiling import CUT
 from jzero.tree import PyTree
-from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import either
 
 WIDE = 2**24  # bytes in float32 per step that are worth a line
@@ -74,15 +74,15 @@ def advice(
         *(
             (
                 small[kind] > MANY,
-                f"{small[kind]} {kind} operations of a step are smaller than {size_text(SMALL)} and cost their "
-                "latency; fix: a larger zero_optimization.stage3_param_persistence_threshold, or stack.unroll, so that "
-                "XLA combines them",
+                f"{small[kind]} {kind} operations of a step are smaller than {size_text(SMALL)}, so latency "
+                "dominates; fix: a larger zero_optimization.stage3_param_persistence_threshold, or stack.unroll, so "
+                "that XLA combines them",
             )
             for kind in ("all-gather", "reduce-scatter", "all-reduce")
         ),
         (
             recomputed,
-            f"XLA recomputes {recomputed} operations of its own accord, because memory is short; fix: choose what to "
+            f"XLA recomputes {recomputed} operations by itself, because memory is short; fix: choose what to "
             "recompute with activation_checkpointing.policy, or take a smaller micro-batch or more GPUs",
         ),
         (
@@ -115,8 +115,8 @@ def _attention(gpu: GPU, text: str, amount: Amount) -> Iterator[str]:
         return
     if re.search(rf"\w\[\d+,(?:\d+,)*{length},{length}\]", text):
         yield (
-            f"attention keeps scores of {length} x {length}; fix: cuDNN's, which keeps none: "
-            "jzero.attention, in half precision with heads of at most 128"
+            f"attention stores its scores of {length} x {length}; fix: use jzero.attention (cuDNN), which does not, in "
+            "half precision with heads of at most 128"
         )
 
 
@@ -138,13 +138,13 @@ def undivided_parameters(step: TrainStep) -> Iterator[str]:
         shape = layout.shape[layout.stacked :]
         others = {axis: step.mesh.shape[axis] for axis, at in layout.divided if at == dim or dim is None}
         parts = degree * prod(others.values())
-        beside = "".join(f", beside mesh.{axis} = {n}," for axis, n in others.items())
+        sizes = " x ".join(f"mesh.{axis} = {n}" for axis, n in {TENSOR: degree, **others}.items())
         what = "any dimension" if dim is None else f"the {shape[dim]}"
         more = sum(sum(price[name]) for name in names) * (1 - 1 / degree)
         fits = "" if dim is None else f"; {-(-shape[dim] // parts) * parts} would fit"
         yield (
-            f"whole along {TENSOR}, mesh.{TENSOR} = {degree}{beside} does not divide {what} of {some_of(names, 4)} "
-            f"{list(shape)}: {size_text(more)} more per device than divided{fits}"
+            f"replicated over {TENSOR}: {sizes} does not divide {what} of {some_of(names, 4)} {list(shape)}: "
+            f"{size_text(more)} more per device than divided{fits}"
         )
 
 
@@ -247,7 +247,7 @@ def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
     after_layers = sum(b.bytes for b in live.buffers if b.op_name.startswith(f"{SUFFIX}/"))
     if after_layers > LARGE * live.peak_bytes:
         lines.append(
-            f"{size_text(after_layers)} at the peak are of what follows the last layer: computed tile by tile, logits "
+            f"{size_text(after_layers)} of the peak come after the last layer: computed tile by tile, logits "
             "and loss take a fraction: loss_tiles=8 of the decoders in jzero.models, jzero.tiled in models of your own"
         )
     moments = state_bytes(step).optimizer
@@ -330,7 +330,7 @@ def _by_formula(plan: PlanFacts) -> Iterator[str]:
         for stage, found in stages.items():
             if stage >= step.config.zero_optimization.stage and found.total + rest <= most:
                 on = f" with {keys.keys_as_json(sharded)}" if sharded else ""
-                yield f"by the formula ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would"
+                yield f"ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would fit, by the formula"
 
 
 def _given(step: TrainStep) -> dict[str, Any]:

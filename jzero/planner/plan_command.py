@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jzero.config import Config
+from jzero.config.config import read_config
 from jzero.config.sizes import ACCUM, MICRO
-from jzero.config.source import read_config
 from jzero.display.figure import GRID, INK, colour, new_figure
-from jzero.display.text_table import text_table
+from jzero.display.text_table import size_text, text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.planner import candidates as keys
@@ -33,7 +33,6 @@ from jzero.planner.rates import Rates
 from jzero.planner.search import EQUAL, LATE, Search, search_configs, smallest
 from jzero.planner.state_bytes import bytes_by_stage
 from jzero.step.batch import amount_of
-from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +44,7 @@ FORMATS = (".svg", ".png", ".pdf")
 _GIB = 2**30
 SCHEMA, OUT, MINUTES = 1, "best.json", 10.0
 HELD = (
-    "all state on the GPUs; fewer may do with it in host memory: "
+    "all state on the GPUs; fewer GPUs may be enough with state in host memory: "
     '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the config'
 )
 
@@ -109,11 +108,11 @@ def _check(args: Namespace) -> None:
         ),
         (
             args.fit and (args.search or args.frontier),
-            "--fit: without --search and --frontier; search on the cluster that it finds",
+            "--fit cannot be combined with --search or --frontier; search on the cluster that it finds",
         ),
         (
             args.fit and (args.minutes is not None or args.nodes != 1),
-            "--fit: without --minutes, it compiles few; and without --nodes, it finds their number",
+            "--fit cannot be combined with --minutes (it compiles few) or --nodes (it finds their number)",
         ),
         (
             searches and (args.html or args.formula or args.tokens is not None),

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
 from jzero.mesh import PIPE
 from jzero.pipeline.schedules import PipelineSchedule, make_schedule
@@ -20,7 +21,6 @@ from jzero.planner.step_time import StepTime
 from jzero.planner.traced_collectives import TracedCollectives
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
-from jzero.values.byte_sizes import size_text
 
 SLACK = 0.95  # of XLA's limit, from which it schedules a step to use less memory
 
@@ -206,7 +206,7 @@ class PlanFacts:
       memory: bytes per GPU, part by part; `memory.peak_bytes`, `memory.fits`.
       collectives: every collective of a step.
       moves: what devices that act as one move, from the trace: with the model's modules and lines.
-      time: the estimated speed, `time.step_s`; None where `time_problem` tells what the estimate could not read.
+      time: the estimated speed, `time.step_s`; None where the estimate could not read the program: `time_problem`.
       warnings: what costs throughput or memory, each with its fix.
       deepspeed_bytes: DeepSpeed's own estimate of the model state per GPU for the same config; None for stages 0 and 1.
       text: the optimized program.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jzero.display.figure import GRID, INK, PALE, colour, new_figure
 from jzero.display.page import document, drawing, html_table, styled
+from jzero.display.text_table import size_text
 from jzero.pipeline.draw import draw_figure
 from jzero.planner import kernel_costs
 from jzero.planner.collectives import KINDS
@@ -29,7 +30,6 @@ from jzero.planner.step_time import (
     seconds_of_labels,
     shares,
 )
-from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,8 +154,8 @@ def memory_figure(memory: PlannedMemory) -> Figure:
         there.preallocated / gib / 2, 0, f"XLA preallocates {size_text(there.preallocated)}", ha="center", va="center"
     )
     axes.axvline(there.most / gib, color=INK, linewidth=1, linestyle="--")
-    if there.most < there.device:  # of a device that is there, XLA tells its own part alone
-        axes.text(there.most / gib, -0.47, "beside NCCL and CUDA ", ha="right", va="center", fontsize=8, color=INK)
+    if there.most < there.device:  # of a device that is there, XLA reports its own part alone
+        axes.text(there.most / gib, -0.47, "besides NCCL and CUDA ", ha="right", va="center", fontsize=8, color=INK)
     axes.set_yticks([0, 1], ["the GPU", "the step"])
     axes.tick_params(length=0)
     axes.set_xlabel("GiB")

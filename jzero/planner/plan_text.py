@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.display.text_table import quantity, text_table
+from jzero.display.text_table import quantity, size_text, text_table
 from jzero.pipeline.draw import draw_text
 from jzero.planner import traced_collectives
 from jzero.planner.collectives import distinct, loops_text
 from jzero.planner.plan_facts import Budget, PlanFacts, PlannedMemory, budget_of
 from jzero.planner.step_time import COMPUTE, EXPOSED, seconds_of_labels
-from jzero.values.byte_sizes import size_text
 
 LARGEST = 8  # buffers at the peak
 MOST_MOVES = 24

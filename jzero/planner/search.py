@@ -21,12 +21,12 @@ from functools import cache
 
 from jzero.config.sizes import ACCUM, MICRO
 from jzero.display.slow_work import slow_work
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
 from jzero.planner import candidates as keys
 from jzero.planner.candidates import Bounds, Candidate, SearchSpace, Task, is_open, lines, value_at
 from jzero.planner.estimates import Estimate, Pool, outcome
 from jzero.planner.gpus import Cluster
-from jzero.values.byte_sizes import size_text
 
 EQUAL = 0.03  # two estimates that differ by less are called equal
 MOST_NODES, MOST_STAGES = 2048, 64
@@ -34,7 +34,7 @@ TRIED = 3  # of the leanest choices for one number of GPUs
 SLACK = 0.05  # of the memory: how far a prediction from other choices may be off
 INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE = (
     "not for this model", "model state too large", "slower even at the full rate of products",
-    "too large or slow, as those compiled tell", "a larger micro-batch fits", "no time left",
+    "predicted too large or too slow, from the compiled configs", "a larger micro-batch fits", "no time left",
 )  # fmt: skip
 
 

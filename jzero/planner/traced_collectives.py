@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._compat import without_dead_code
+from jzero.display.text_table import size_text
 from jzero.kernels.trace import Equation
 from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans_hosts
 from jzero.model import ENDS, Inputs, Model, StackModel, stack_functions
@@ -26,7 +27,6 @@ from jzero.tiling import CUT
 from jzero.tracing.equations import operations
 from jzero.tracing.source_lines import source_line
 from jzero.tree import PyTree
-from jzero.values.byte_sizes import size_text
 
 COLUMNS = ["collective", "axes", "bytes", "times", "bytes a step", "pass", "in", "line"]
 WORDS = ["collective", "axes", "pass", "in", "line"]  # those with text
@@ -127,7 +127,7 @@ def across_hosts(found: TracedCollectives, mesh: jax.sharding.Mesh) -> Iterator[
     if axes := [axis for axis in present(mesh, *GROUP_AXES) if spans_hosts(mesh, axis)]:
         asked, size = degrees_text(mesh, axes), sum(move.total for move in found.all if set(axes) & set(move.axes))
         yield (
-            f"{asked}: devices of several hosts act as one, and move {size_text(size)} a step, each, at the speed of "
+            f"{asked}: devices of several hosts act as one; each moves {size_text(size)} per step at the speed of "
             "the network; fix: degrees of expert, context and tensor whose product divides the number of GPUs of a host"
         )
 
@@ -146,7 +146,7 @@ def whole_sequences(model: Model, weights: PyTree, traced: jax.stages.Traced, me
         tokens = [x for x in jax.tree.leaves(batch) if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)]
         for length in sorted({x.shape[1] for x in tokens if x.shape[1] % degree}):
             yield (
-                f"mesh.{CONTEXT} = {degree} does not divide the sequence of {length}: its devices all compute the "
+                f"mesh.{CONTEXT} = {degree} does not divide the sequence of {length}: every device computes the "
                 f"whole of it; fix: a length that is a multiple of {degree}"
             )
     if not axes or not isinstance(model, StackModel):
@@ -161,7 +161,7 @@ def whole_sequences(model: Model, weights: PyTree, traced: jax.stages.Traced, me
             if length % (divided * mesh.shape[axis]):
                 yield (
                     f"mesh.{axis} = {mesh.shape[axis]} does not divide the sequence of {length // divided} between "
-                    "layers: its devices hold it, and compute norms and residuals, all alike; fix: a length that is a "
+                    "layers: every device repeats the norms and residuals; fix: a length that is a "
                     f"multiple of {divided * mesh.shape[axis]}"
                 )
             else:

@@ -20,8 +20,15 @@ from jzero.config.observed import ProfilerConfig
 from jzero.errors import ConfigError, with_type
 from jzero.files import create, read_file
 from jzero.planner.collectives import KINDS, collectives
-from jzero.profiling.communication import communication
-from jzero.profiling.device_times import DeviceTimes, Profile, Session, device_line, device_times, parts_of_instructions
+from jzero.profiling.device_times import (
+    DeviceTimes,
+    Profile,
+    Session,
+    communication,
+    device_line,
+    device_times,
+    parts_of_instructions,
+)
 from jzero.profiling.flops import step_flops
 from jzero.step.train_step import TrainStep
 

@@ -45,8 +45,13 @@ def _same(prefix: str, *names: str) -> dict[str, Callable[[Any], Any]]:
     return {name: attrgetter(f"{prefix}.{name}") for name in names}
 
 
+def _asked(key: str) -> Callable[[Any], bool]:
+    """Return a reader of a flag that jzero replaces: whether the config, as it was given, sets it."""
+    return lambda engine: any(row.key == key and row.value in (True, 1) for row in engine.config.replaced)
+
+
 READ: dict[str, Callable[[Any], Any]] = {  # method -> what it returns, from the engine
-    **_same("config", "dataloader_drop_last", "dump_state", "gradient_clipping", "managed_gradient_accumulation"),
+    **_same("config", "dataloader_drop_last", "gradient_clipping", "managed_gradient_accumulation"),
     **_same("config", "memory_breakdown", "steps_per_print", "wall_clock_breakdown"),
     **_same("config.zero_optimization", "mics_shard_size", "zero_hpz_partition_size"),
     **_same("config.zero_optimization", "zero_quantized_gradients", "zero_quantized_weights"),
@@ -85,11 +90,16 @@ READ: dict[str, Callable[[Any], Any]] = {  # method -> what it returns, from the
     "data_sampling_config": attrgetter("config.data_efficiency.data_sampling"),
     "curriculum_learning_enabled": attrgetter("config.data_efficiency.data_sampling.curriculum_learning.enabled"),
     "curriculum_learning_config": attrgetter("config.data_efficiency.data_sampling.curriculum_learning"),
+    "amp_enabled": _asked("amp.enabled"),
+    "dump_state": _asked("dump_state"),
+    "graph_harvesting": _asked("graph_harvesting"),
+    "sparse_gradients_enabled": _asked("sparse_gradients"),
+    "super_offload": _asked("zero_optimization.offload_optimizer.super_offload"),
+    "torch_autocast_enabled": _asked("torch_autocast.enabled"),
     # What jzero does not have is not enabled.
     **dict.fromkeys(
         (
-            "amp_enabled", "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled", "graph_harvesting",
-            "pld_enabled", "random_ltd_enabled", "sparse_gradients_enabled", "super_offload", "torch_autocast_enabled",
+            "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled", "pld_enabled", "random_ltd_enabled",
             "zero_nvme_offload_optimizer",
         ),
         lambda engine: False,

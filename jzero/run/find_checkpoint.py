@@ -38,7 +38,9 @@ def hold_directory(resume: str | os.PathLike | None, home: str | None) -> tuple[
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
         raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
     if resume == "auto" and not home:
-        raise ConfigError('resume = "auto": where? Put checkpoint.dir into the config, or pass resume="DIRECTORY"')
+        raise ConfigError(
+            'resume = "auto": no directory is set; put checkpoint.dir into the config, or pass resume="DIRECTORY"'
+        )
     resume = home if resume == "auto" else resume
     if resume:
         together("initialize", lambda: check_home(resume, "resume"))
@@ -95,7 +97,7 @@ def warn_if_not_resumed(home: str) -> None:
             '"auto", resumes from the newest'
         )
     if holder:
-        print_warning(f"a save to checkpoint.dir may be an error while {holder}")
+        print_warning(f"saving to checkpoint.dir may fail while {holder}")
 
 
 def former_batch(root: Path) -> dict[str, Any] | None:

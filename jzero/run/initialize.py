@@ -28,7 +28,6 @@ from jzero.files import check_writable
 from jzero.layout import offload
 from jzero.profiling.profiles import OUTPUT, check_output_file
 from jzero.run.deepspeed_names import KEYWORDS
-from jzero.run.dump import dump
 from jzero.run.engine import Engine
 from jzero.run.find_checkpoint import hold_directory
 from jzero.run.run_report import report
@@ -157,8 +156,6 @@ def initialize(
     engine = Engine(step, jax.random.key(config.seed) if rng is None else rng, loader, root, params, began)
     if jax.process_index() == 0:
         print(report(step, () if loader is None else loader.report_notes()))
-        if config.dump_state:
-            print(dump(step), flush=True)
     for fault in machine.process_faults(os.environ, find_place(os.environ).local_size):
         print(f"jzero: rank {jax.process_index()}: {fault}", file=sys.stderr, flush=True)
     own = isinstance(optimizer, optax.GradientTransformation)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jzero.display import slow_work
 from jzero.display.live import Display, bar_of_script, opener
+from jzero.display.text_table import size_text
+from jzero.distributed.machine import fullest_first
 from jzero.errors import in_a_line, one_line
 from jzero.ledger.goodput import duration
 from jzero.loss import LOSS, STEP_METRICS
-from jzero.profiling.device_memory import fullest_first
 from jzero.run.clock import COMPILE, DATA, SCRIPT, START, Clock
 from jzero.run.lines import scheduled_steps
 from jzero.run.speed import CompletedSteps, Speed
 from jzero.step.train_step import TrainStep
-from jzero.values.byte_sizes import size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

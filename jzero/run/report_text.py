@@ -1,4 +1,4 @@
-"""Text of the report and the dump: wrapped lines, columns, values, and the layout of the parameters."""
+"""Text of the report: wrapped lines, columns, values, and the layout of the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jzero.layout.sharding import ParamLayout
-from jzero.planner.state_bytes import bytes_per_device
 from jzero.stored_names import numberless
 
 WIDTH = 100
@@ -67,19 +66,6 @@ def spec_table(step: Any) -> list[str]:
         trained = [leaf for leaf in leaves if leaf.trainable]
         rows.append(["trained", f"{len(trained)}", f"{_elements(trained):,}", "", f"{_elements(trained) / total:.2%}"])
     return align_columns(rows, "<>><<")
-
-
-def one_by_one(step: Any) -> list[str]:
-    """Tabulate every parameter as it is between two steps; the bytes are those of one device."""
-    leaves, params = jax.tree.leaves(step.layouts), step.state_shapes.params
-    rows = [["parameter", "shape", "spec", "dtype", "bytes", "elements", ""]]
-    for leaf, x in zip(leaves, jax.tree.leaves(params), strict=True):
-        n_bytes = bytes_per_device(x, leaf.spec, step.mesh)
-        note = _note(leaf, leaf.why)
-        rows.append([leaf.name, str([*x.shape]), _spec(leaf), str(x.dtype), f"{n_bytes:,}", f"{x.size:,}", note])
-    total = bytes_per_device(params, step.state_specs.params, step.mesh)
-    rows.append(["total", "", "", "", f"{total:,}", f"{_elements(leaves):,}", ""])
-    return align_columns(rows, "<<<<>><")
 
 
 def _spec(leaf: ParamLayout) -> str:

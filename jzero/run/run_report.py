@@ -16,8 +16,9 @@ from jzero.config.keys import is_replaced
 from jzero.config.screen import FIELDS
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
+from jzero.display.text_table import size_text
 from jzero.distributed.machine import loaded_nccl
-from jzero.errors import shorten, some_of
+from jzero.errors import mask, shorten, some_of
 from jzero.layout.sharding import ParamLayout
 from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, Plus
 from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
@@ -30,9 +31,7 @@ from jzero.run.report_text import align_columns, bullets, spec_table, value_text
 from jzero.run.step_report import joined, sections_of_step
 from jzero.step.setup import float16_on_cpu
 from jzero.stored_names import numberless
-from jzero.values.byte_sizes import size_text
 from jzero.values.kinds import as_json
-from jzero.values.masking import mask
 from jzero.weights.adapters import trained_beside
 
 
@@ -108,7 +107,7 @@ def _moments(step: Any) -> str:
     if not low:
         least = f" of {moments.FP8_LEAST:,} elements" if dtype == moments.FP8 else ""
         key = "optimizer.state_dtype" if step.precision.at_random else "bf16.bf16_optimizer_states"
-        return f", {key} without effect: no moments{least}"
+        return f", {key} has no effect: the optimizer has no moments{least}"
     at_random = " rounded at random" if step.precision.at_random else ""
     return f", moments {dtype}{at_random} ({low:,} of the optimizer's {of_all:,} elements)"
 
@@ -226,7 +225,8 @@ def _not_offloaded(step: Any) -> list[str]:
     elif zero.offload_param.device == "cpu" and not any(leaf.on_host.in_use for leaf in layouts):
         limit = f"{zero.stage3_param_persistence_threshold:,}"
         lines.append(
-            f"offload_param: no parameter has stage3_param_persistence_threshold = {limit} elements, so none is"
+            f"offload_param: no parameter has stage3_param_persistence_threshold = {limit} elements, so no parameter "
+            "is offloaded"
         )
     if zero.offload_optimizer.ratio < 1 and not any(leaf.on_host.moments for leaf in layouts):
         why = "device is none" if zero.offload_optimizer.device == "none" else "ratio is 0"
@@ -371,7 +371,7 @@ def _fallbacks(step: Any) -> list[str]:
         lines.append(facts.fallback)
     if any(leaf.by_layer for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
         why = "for the same reason" if facts.layers else "the model has no layer stack (docs/functional-api.md), so"
-        lines.append(f"stage 3: {why} it is gathered as a whole")
+        lines.append(f"{why} ZeRO-3 gathers the whole model at once")
     for axis, key, given in (
         (CONTEXT, "context_parallel.attention", step.config.context_parallel.attention != "auto"),
         (TENSOR, "tensor_parallel.regather", step.config.tensor_parallel.regather),
@@ -387,5 +387,5 @@ def _fallbacks(step: Any) -> list[str]:
     if stages == 1 and facts.remat.interval > 1:
         lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
     if checkpointing and checkpointing.kind != "none" and not facts.layers and stages == 1:
-        lines.append("activation_checkpointing: the model has no layer stack, so it is one checkpoint as a whole")
+        lines.append("activation_checkpointing: the model has no layer stack, so the whole model is one checkpoint")
     return lines

@@ -13,7 +13,8 @@ import jax
 
 from jzero.data import DataLoader
 from jzero.data.curriculum import Curriculum
-from jzero.display.text_table import text_table
+from jzero.display.text_table import size_text, text_table
+from jzero.distributed.machine import fullest_first
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
 from jzero.planner.advice import nearest, nearest_text
@@ -21,12 +22,10 @@ from jzero.planner.memory import UsableMemory, memory, usable_memory_here
 from jzero.planner.plan_facts import PlannedMemory, planned_memory
 from jzero.planner.plan_text import live_section, memory_section, section_text
 from jzero.planner.state_bytes import LeafBytes, leaf_bytes
-from jzero.profiling.device_memory import fullest_first
 from jzero.step.train_step import TrainStep
 from jzero.step.update import SkipWhen
 from jzero.stored_names import numberless
 from jzero.tree import PyTree
-from jzero.values.byte_sizes import size_text
 
 STATUS = Path("/proc/self/status")  # Linux
 
@@ -149,7 +148,10 @@ def explain_out_of_memory(step: TrainStep, error: jax.errors.JaxRuntimeError) ->
         return  # of several programs nothing tells which it was
     need = _planned(step, there)
     own, most = size_text(need.peak_bytes), size_text(there.most)
-    what = f"a step ran out of memory: it needs {own} per device, and other arrays and gaps the rest of XLA's {most}"
+    what = (
+        f"a step ran out of memory: it needs {own} per device; other arrays and fragmentation use the rest of XLA's "
+        f"{most}"
+    )
     # Of several processes maybe only this one is here, while the others wait in a collective: it compiles nothing.
     less = min(there.most, need.peak_bytes - 1) if jax.process_count() == 1 else None
     raise OutOfMemoryError(explained(step, need, what, less)) from error

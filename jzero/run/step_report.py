@@ -63,7 +63,7 @@ def _half_precision(step: Any) -> list[str]:
         where = [f"{count} in {line}, {share:.0%}" for line, (count, share) in found.float32_by_line.items()]
         lines.append(
             f"{found.float32} of {found.count} matrix products ({found.float32_share:.0%} of the FLOPs) run in float32 "
-            f"under {name}, since an operand is float32: {some_of(where, 6)}. Where this is not on purpose, cast the "
+            f"under {name}, since an operand is float32: {some_of(where, 6)}. If you did not intend this, cast the "
             "operand to the dtype of the weights"
         )
     return lines
@@ -89,8 +89,8 @@ def _fp8(step: Any) -> list[str]:
         f"(format {section.format}, {scales}): {listed(choice.names)}"
     ]
     if delayed and frozen:
-        lines.append(f"current scales have the frozen ones, {listed(frozen)}: they have no history")
+        lines.append(f"frozen weights use current scales: {listed(frozen)}")
     reasons: dict[str, list[str]] = {}
     for name, why in choice.others.items():
         reasons.setdefault(why, []).append(name)
-    return lines + [f"in {step.precision.compute} stay {listed(names)}: {why}" for why, names in reasons.items()]
+    return lines + [f"kept in {step.precision.compute}: {listed(names)}, {why}" for why, names in reasons.items()]

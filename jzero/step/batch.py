@@ -174,7 +174,7 @@ def place_extra(extra: Any, mesh: Mesh) -> Any:
         if isinstance(x, jax.Array) and x.committed:
             if x.sharding.device_set != set(mesh.devices.flat):
                 raise ConfigError(
-                    f"extra: leaf {name!r} lies on {len(x.sharding.device_set)} devices, but the step's mesh has "
+                    f"extra: leaf {name!r} is on {len(x.sharding.device_set)} devices, but the step's mesh has "
                     f"{mesh.size}: pass it as a NumPy array, or put it onto the mesh with jax.device_put"
                 )
             return to_devices(x)

@@ -25,8 +25,7 @@ from jzero.passes.sequential import Passes, sequential
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, check_fp8, settle_precision
 from jzero.spread.dimension_search import with_found_dimensions
-from jzero.spread.division import check_tables, divisions_by_axis
-from jzero.spread.layer_specs import with_layer_specs
+from jzero.spread.division import check_tables, divisions_by_axis, with_layer_specs
 from jzero.step.optimizer import StepOptimizer, resolve_optimizer, resolve_schedule
 from jzero.tracing.fp8_weights import Noted, large_weights
 from jzero.tree import PyTree, cast

@@ -73,7 +73,7 @@ def _warn_of_large(constants: Sequence[Any]) -> None:
     if large:
         names = ", ".join(f"{x.dtype}{list(x.shape)} ({x.nbytes / 2**20:.0f} MiB)" for x in large)
         warnings.warn(
-            f"the loss closes over {names}: a constant of the compiled program, the same in every step. Pass it as "
-            "extra=..., unless it is one",
+            f"the loss closes over {names}: a constant of the compiled program, the same in every step. If it "
+            "changes between steps, pass it as extra=...",
             stacklevel=2,
         )

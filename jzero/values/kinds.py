@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jzero.errors import printable
-from jzero.values.masking import mask
+from jzero.errors import mask, printable
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema

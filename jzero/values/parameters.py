@@ -11,9 +11,8 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jzero.errors import shorten
+from jzero.errors import mask, shorten
 from jzero.values.kinds import FLAG, Kind, as_json, closest, number, quote
-from jzero.values.masking import mask
 
 MICRO_BATCH = 8  # per_device_train_batch_size
 EPOCHS = 3  # num_train_epochs

@@ -286,7 +286,7 @@ def _unclear(path: Path, adapters: Collection[str], alone: bool, has_others: boo
     if alone and not has_others:
         return "adapters alone: load the model's weights first, and pass them as params"
     if adapters and not alone and (path / ADAPTER_FILE).is_file():
-        return f"{ADAPTER_FILE} beside other weights, which may be merged with it: pass the file that you mean"
+        return f"{ADAPTER_FILE} next to other weights, which may contain it already: pass the file that you mean"
     return ""
 
 
@@ -316,7 +316,7 @@ def _indexed(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         for name in names:
             if Path(name).name != name or name in ("", "..") or len(name) > 255 or not name.isprintable():
-                raise ValueError(f"{ascii(name)[:80]} is not the name of a file beside it")
+                raise ValueError(f"{ascii(name)[:80]} is not the name of a file in its directory")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from None
     return [index.with_name(name) for name in names]

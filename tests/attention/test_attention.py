@@ -14,8 +14,8 @@ from helpers.sampling import keep, some
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jzero
-from jzero.attention_kernels import attention, choice
-from jzero.attention_kernels.choice import cudnn_obstacle, kernel_for, kernel_note
+from jzero import attention_kernels
+from jzero.attention_kernels import cudnn_obstacle, kernel_for, kernel_note
 from jzero.planner import gpu_devices
 from models.attention import attend, same_segment, segment_positions
 from models.decoder import Decoder
@@ -85,7 +85,7 @@ def test_odd_numbers_of_tokens_are_padded_for_cudnn(monkeypatch):
         shapes.add((q.shape[1], k.shape[1]))
         return kernel(q, k, v, implementation="xla", **more)
 
-    monkeypatch.setattr(attention, "kernel_for", lambda *_, **__: "cudnn")
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda *_, **__: "cudnn")
     monkeypatch.setattr(jax.nn, "dot_product_attention", xla)
     run = jax.jit(attend, static_argnames=("causal", "window"))
     for causal, window, segments, padding, softcap in PATHS:
@@ -178,7 +178,7 @@ def test_what_the_kernel_gets(monkeypatch, S, rows):
         seen.append((implementation, q.shape[1], None if mask is None else mask.shape))
         return q
 
-    monkeypatch.setattr(choice, "widest_head", lambda: 256)
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 256)
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     x = jnp.zeros((B, S, H, 8), "bfloat16")
     assert attend(x, x, x, None if rows is None else jnp.ones((B, 1, rows, S), bool)).shape == x.shape
@@ -218,7 +218,7 @@ def test_the_kernel_and_the_report(monkeypatch):
     with pytest.raises(jzero.ConfigError, match="attention = 'cudnn', but cuDNN has no soft cap: use 'auto' or 'xla'"):
         preset("tiny", attention="cudnn", attention_softcap=50.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(choice, "widest_head", lambda: 128)
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
     assert kernel_for("auto", BF16, 128) == "cudnn"
     assert kernel_for("auto", BF16, 128, softcap=50.0) == "xla"
     assert note() == "attention kernel cudnn (attention='auto', bfloat16)"
@@ -274,7 +274,7 @@ def softmax_attention(q, k, v, bias, seen):
 def test_jzero_attention(kernel, monkeypatch):
     """cuDNN's part is played by XLA."""
     jaxs = jax.nn.dot_product_attention
-    monkeypatch.setattr(attention, "kernel_for", lambda *_, **__: kernel)
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda *_, **__: kernel)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, implementation, **more: jaxs(*x, **more))
     rng, T = np.random.default_rng(0), S - 2
     k, v = (rng.normal(size=(B, T, K, C)).astype("f4") for _ in range(2))
@@ -303,7 +303,7 @@ def test_jzero_attention(kernel, monkeypatch):
 def test_cudnn_takes_what_jzero_attention_gives_it(monkeypatch):
     """Its own checks run, for every form of the operands; a kernel would need a GPU."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(choice, "widest_head", lambda: 128)
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
     kernels = set()
     jaxs = jax.nn.dot_product_attention
 

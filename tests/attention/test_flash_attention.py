@@ -16,8 +16,8 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
-from jzero.attention_kernels import choice
-from jzero.attention_kernels.choice import flash_obstacle, kernel_for, kernel_note
+from jzero import attention_kernels
+from jzero.attention_kernels import flash_obstacle, kernel_for, kernel_note
 from jzero.planner import Rates, gpu_devices, memory, step_time
 from jzero.planner.advice import _attention
 from jzero.planner.gpus import GPUS
@@ -59,7 +59,7 @@ def kernels(monkeypatch):
         return jax.vjp(lambda *x: attention(*x, softmax_scale)[0], q, k, v)[1](gradient)
 
     found = SimpleNamespace(bind=forward), SimpleNamespace(bind=backward)
-    monkeypatch.setattr(choice, "_flash_kernels", lambda: found)
+    monkeypatch.setattr(attention_kernels, "_flash_kernels", lambda: found)
     return found
 
 
@@ -71,7 +71,8 @@ def arrays(*rows):
 def test_gradients(kernels):
     xs = arrays(B)
     found, expected = (
-        jax.vjp(f, *xs) for f in (lambda *x: choice.flash_attention(*x, 0.3), lambda *x: attention(*x, 0.3)[0])
+        jax.vjp(f, *xs)
+        for f in (lambda *x: attention_kernels.flash_attention(*x, 0.3), lambda *x: attention(*x, 0.3)[0])
     )
     np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
     for x, y in zip(found[1](2 * xs[0]), expected[1](2 * xs[0]), strict=True):
@@ -83,7 +84,9 @@ def test_a_mapped_axis_becomes_rows(kernels, dims):
     """Each entry gets what it gets alone, wherever the mapped axis is."""
     each = arrays(3, B)
     given = [x[0] if d is None else np.moveaxis(x, 0, d) for x, d in zip(each, dims, strict=True)]
-    found, out_dims = choice._mapped(kernels[0], given, dims, softmax_scale=0.3, is_causal=True, window_size=(-1, -1))
+    found, out_dims = attention_kernels._mapped(
+        kernels[0], given, dims, softmax_scale=0.3, is_causal=True, window_size=(-1, -1)
+    )
     assert out_dims == [0, 0]
     for i in range(3):
         alone = attention(*(x[0 if d is None else i] for x, d in zip(each, dims, strict=True)), 0.3)
@@ -97,7 +100,7 @@ def test_vmap_of_gradients():
     q, k, v = (jax.ShapeDtypeStruct((3, B, S, n, 128), BF16) for n in (H, K, K))
 
     def loss(q, k, v):
-        return choice.flash_attention(q, k, v, 0.3).astype(jnp.float32).sum()
+        return attention_kernels.flash_attention(q, k, v, 0.3).astype(jnp.float32).sum()
 
     traced = jax.make_jaxpr(jax.vmap(jax.grad(loss, argnums=(0, 1, 2))))(q, k, v)
     assert [x.shape for x in traced.out_avals] == [x.shape for x in (q, k, v)]
@@ -109,8 +112,8 @@ def test_vmap_of_gradients():
 @pytest.fixture
 def hopper(monkeypatch):
     """Let this machine have an H100, and the package."""
-    monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(choice, "flash_missing", lambda: None)
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention_kernels, "flash_missing", lambda: None)
 
 
 def test_where_it_runs(hopper, monkeypatch):
@@ -126,14 +129,14 @@ def test_where_it_runs(hopper, monkeypatch):
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), axes)):
             assert flash_obstacle(BF16, 128) == why
     monkeypatch.undo()
-    monkeypatch.setattr(choice, "compute_capability", lambda: (10, 0))
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (10, 0))
     assert flash_obstacle(BF16, 128) == "FlashAttention-3 needs a Hopper GPU"
 
 
 def test_without_the_package(monkeypatch):
-    monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn3_jax", None)
-    choice._flash_kernels.cache_clear()
+    attention_kernels._flash_kernels.cache_clear()
     assert flash_obstacle(BF16, 128).startswith("FlashAttention-3 needs the extra flash: pip install -e ")
 
 
@@ -178,7 +181,7 @@ def test_what_it_does_not_compute(kernels, hopper, change, more):
 
 def test_models(kernels, hopper, monkeypatch):
     """Packed documents and padded prompts have a mask, which is for another kernel; what never runs is refused."""
-    monkeypatch.setattr(choice, "widest_head", lambda: 0)  # XLA's kernel takes cuDNN's part
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 0)  # XLA's kernel takes cuDNN's part
     q, k, v = operands()
     mask = jnp.tril(jnp.ones((1, 1, S, S), bool))
     found = attend(q, k, v, mask, choice="flash_attention_3", causal=True)

@@ -201,7 +201,7 @@ for n in itertools.count():
         with pytest.raises(jzero.ConfigError, match="is in use by"):
             build(LAYOUTS["one"], resume=tmp_path / "runs")
         build(LAYOUTS["one"], checkpoint={"dir": str(tmp_path / "runs")})
-        assert f"a save to checkpoint.dir may be an error while {tmp_path}/runs is in use by" in capfd.readouterr().err
+        assert f"saving to checkpoint.dir may fail while {tmp_path}/runs is in use by" in capfd.readouterr().err
         complete += [first.stdout.readline().strip() for _ in range(5)]
     finally:
         first.kill()

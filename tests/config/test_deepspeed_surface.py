@@ -140,6 +140,16 @@ def test_what_reads_the_config():
     for name in READ:
         getattr(e, name)()
     assert build(1, more={"bf16": {"enabled": "auto"}})[0].bfloat16_enabled() is False
+    replaced = {
+        "amp_enabled": {"amp": {"enabled": True}},
+        "torch_autocast_enabled": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "dump_state": {"dump_state": True},
+        "sparse_gradients_enabled": {"sparse_gradients": True},
+        "graph_harvesting": {"graph_harvesting": True},
+    }
+    for name, more in replaced.items():
+        e = build(1, more=more)[0]
+        assert [other for other in replaced if getattr(e, other)()] == [name]
     with pytest.raises(jzero.ConfigError, match=r"engine.loss_scale\(\): write engine.loss_scale, without parentheses"):
         e.loss_scale()
     with pytest.raises(AttributeError, match="no attribute 'nonsense'") as error:

@@ -15,8 +15,8 @@ from helpers.sampling import keep
 import jzero
 from jzero.config import Config
 from jzero.data.curriculum import Curriculum, curriculum_of
+from jzero.display.text_table import size_text
 from jzero.planner import memory
-from jzero.values.byte_sizes import size_text
 
 VOCABULARY, ROWS = 11, 8
 LENGTHS = [4, 8, 8, 12, 12]  # of the first steps

@@ -29,7 +29,7 @@ from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 import jzero
 from jzero import ledger
 from jzero.loss_scale import NonFiniteError
-from jzero.run.diagnosis.finding import Finding
+from jzero.run.diagnosis.non_finite_search import Finding
 
 TWO = MICRO * ACCUM * 2  # rows of a global batch on two replicas
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.config.config import OUTPUTS, SENDS
+from jzero.config.config import OUTPUTS
 from jzero.config.fields import kind_of
 from jzero.config.screen import FIELDS
 from jzero.errors import PassingError
@@ -32,6 +32,7 @@ class Regression:
 BATCH = {"x": np.ones((8, 3), np.float32)}
 CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
 FILES = ("csv_monitor", "jsonl_monitor", "tensorboard")
+SERVICES = ("wandb", "comet")
 
 
 def sections(key, path):
@@ -57,7 +58,7 @@ def test_every_text_that_names_a_file_is_known():
     """A new key with a text is a path, and in the table, or in this list."""
     texts = {key for key, field in FIELDS.items() if kind_of(field) in (kinds.TEXT, kinds.TEXT_OR_NULL)}
     no_path = {"optimizer.type", "scheduler.type"}
-    no_path |= {key for key in texts if key.partition(".")[0] in SENDS}
+    no_path |= {key for key in texts if key.partition(".")[0] in SERVICES}
     assert {key for keys in OUTPUTS for key in keys} == texts - no_path
 
 
@@ -65,7 +66,7 @@ def test_the_security_page_names_them():
     text = (ROOT / "SECURITY.md").read_text()
     rows = re.findall(r"^\| (`.+?`) \| .+ \|$", text, re.MULTILINE)
     named = [key for row in rows for key in re.findall(r"`([\w.]+)`", row)]
-    assert sorted(named) == sorted([*(key for keys in OUTPUTS for key in keys), *SENDS, "compiler_options"])
+    assert sorted(named) == sorted([*(key for keys in OUTPUTS for key in keys), *SERVICES, "compiler_options"])
 
 
 @pytest.mark.parametrize("theirs", ["text", "link", "empty", "directory"])

@@ -212,7 +212,7 @@ def test_another_format():
 def test_a_pipeline_of_unlike_layers():
     specs = [LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, 16), LayerSpec(nnx.Linear, 16, 4)]
     model = PipelineModule(specs, 2, loss_fn=lambda out, labels: ((out - labels) ** 2).mean())
-    with pytest.raises(ConfigError, match=r"fp8.enabled = true .*mesh.pipe = 2.*a stack that the stages divide"):
+    with pytest.raises(ConfigError, match=r"fp8.enabled = true .*mesh.pipe = 2.*a stack divisible by the stages"):
         step_of(model, mesh={"pipe": 2}, more={"gradient_accumulation_steps": 2})
 
 
@@ -234,7 +234,7 @@ def test_the_report_lists_both():
     assert found[1].endswith(
         "(format hybrid, current scales): attention/out/kernel, attention/qkv/kernel, mlp/gate_up/kernel"
     )
-    assert found[2].startswith("in bfloat16 stay mlp/down/kernel: excluded")
+    assert found[2].startswith("kept in bfloat16: mlp/down/kernel, excluded")
     assert "parameters, bfloat16 and fp8" in text
 
 

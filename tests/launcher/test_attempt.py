@@ -135,7 +135,8 @@ def test_a_rank_that_fails_after_ctrl_c(driven):
     driven.attempt.interrupt(signal.SIGINT)
     driven.ends(0, -2)
     driven.ends(1, 3)
-    assert driven.printed[1:] == ["jzero: after signal 2 (SIGINT) rank 1 exited with code 3 first; the others have 8 s"]
+    first = "rank 1 was the first to fail after signal 2 (SIGINT): it exited with code 3; the others have 8 s"
+    assert driven.printed[1:] == [f"jzero: {first}"]
     driven.at(5.1)
     driven.at(8.1)
     assert driven.printed[2:] == ["jzero: still running: rank 2 (rank 1 exited with code 3)", "jzero: killed: rank 2"]
@@ -159,7 +160,7 @@ def test_who_still_runs(driven):
     assert driven.printed == []
     driven.at(1021)
     driven.at(2000)
-    assert driven.printed == ["jzero: still running: rank 1, 2 (the others have ended well)"]
+    assert driven.printed == ["jzero: still running: rank 1, 2 (the other ranks succeeded)"]
 
 
 def test_a_hang():

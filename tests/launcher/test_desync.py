@@ -9,7 +9,7 @@ from helpers.sampling import keep
 from planner.test_gpus import needs_cuda_compiler
 
 import jzero
-import jzero.run.diagnosis.replica_check
+import jzero.run.diagnosis.step_checks
 import jzero.tree
 from jzero.planner import gpu_devices
 
@@ -120,7 +120,7 @@ def test_a_counter_and_a_moment():
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_comparison_needs_no_memory():
     step = jzero.make_train_step(Wide(), config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
-    sums = jzero.run.diagnosis.replica_check.Replicas(step, None).sums
+    sums = jzero.run.diagnosis.step_checks.Replicas(step, None).sums
     shapes = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
     memory = sums.lower(shapes).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 3 * 4 * 2**20

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from helpers.sampling import keep, sample
 
 import jzero
-from jzero.attention_kernels.choice import kernel_for
+from jzero.attention_kernels import kernel_for
 from models.attention import rope
 from models.decoder import Attention
 from models.llama import PRESETS, Llama, LlamaConfig, preset

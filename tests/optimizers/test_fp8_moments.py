@@ -286,7 +286,7 @@ def test_the_run_report_names_the_rounding(capsys):
     assert "moments float8_e5m2 rounded at random (212,992 of the optimizer's 213,654 elements)" in text
     jzero.initialize(model=llama(), config=config_of(kind="SGD"))[0].train_batch(BATCH)
     text = " ".join(capsys.readouterr().out.split())
-    assert "optimizer.state_dtype without effect: no moments of 4,096 elements" in text
+    assert "optimizer.state_dtype has no effect: the optimizer has no moments of 4,096 elements" in text
 
 
 def test_a_new_state_is_not_computed_by_the_compiler():

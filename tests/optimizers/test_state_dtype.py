@@ -225,7 +225,7 @@ def test_the_run_report_names_the_rounding(capsys):
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "bf16": bf16}
     jzero.initialize(model=model(), config=config)
     text = " ".join(capsys.readouterr().out.split())
-    assert "bf16.bf16_optimizer_states without effect: no moments" in text
+    assert "bf16.bf16_optimizer_states has no effect: the optimizer has no moments" in text
 
 
 def test_other_dtypes_are_refused():

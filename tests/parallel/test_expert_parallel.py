@@ -294,7 +294,7 @@ def test_the_length_of_a_sequence_is_not_experts_matter():
 def test_what_the_report_says_of_experts_that_both_axes_would_divide():
     text = " ".join(jzero.report(divided_by_both(Both)).split())
     assert (
-        "whole along tensor, mesh.tensor = 2, beside mesh.expert = 4, does not divide the 4 of blocks/0/down, "
+        "replicated over tensor: mesh.tensor = 2 x mesh.expert = 4 does not divide the 4 of blocks/0/down, "
         "blocks/1/down [4, 8, 16]:"
     ) in text
     assert "8 would fit" in text

@@ -206,7 +206,7 @@ def test_a_model_without_layers():
     assert "fft (" not in text
     assert "does not divide the sequence" not in text
     text = report_of(*mixed(6))
-    assert "mesh.context = 4 does not divide the sequence of 6: its devices all compute the whole of it; fix" in text
+    assert "mesh.context = 4 does not divide the sequence of 6: every device computes the whole of it; fix" in text
 
 
 def test_keys_that_change_nothing_are_named():

@@ -14,8 +14,8 @@ from helpers.sampling import keep
 from helpers.tensor_models import WIDTH, errors, make_step
 
 import jzero
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
-from jzero.values.byte_sizes import size_text
 
 VOCAB, HEAD = 67, WIDTH // 4
 # The bytes of one device: tensor 2 halves a divided parameter, and zero 2 the masters and the gradients of each.
@@ -53,7 +53,7 @@ def _models(monkeypatch):
 
 def lines_of(step):
     text = " ".join(jzero.report(step).split())
-    return {part.split(": ")[0]: part.split(": ")[1] for part in text.split(" - whole along tensor, ")[1:]}
+    return {part.split(": ")[0]: part.split(": ")[1] for part in text.split(" - replicated over tensor: ")[1:]}
 
 
 @pytest.mark.parametrize("name", keep(ODD, ["llama-odd"]))

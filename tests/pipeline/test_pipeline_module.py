@@ -311,6 +311,6 @@ def test_errors_of_the_first_step():
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model.init(KEY))
     model = pipeline(*[LayerSpec(nnx.Linear, 8, 8, dtype=jnp.bfloat16)] * 2)
     with pytest.raises(
-        jzero.ConfigError, match=r"layers\[0:2\] \(Linear\) are alike.*float32\[4,8\] becomes bfloat16\["
+        jzero.ConfigError, match=r"layers\[0:2\] \(Linear\) have one structure.*float32\[4,8\] becomes bfloat16\["
     ):
         model.loss(half, (np.ones((4, 8), np.float32), Y), None)

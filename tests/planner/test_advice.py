@@ -105,4 +105,4 @@ def test_a_step_too_large_whose_stage_shards_nothing():
         room=SimpleNamespace(most=size - 256), peak_bytes=size, largest="masters", parts={"masters": 256}, verdict="no"
     )
     line = too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=4, gpus_per_node=4, memory=memory))
-    assert 'by the formula ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would' in line
+    assert 'ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would fit, by the formula' in line

@@ -13,8 +13,8 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
+from jzero.display.text_table import size_text
 from jzero.planner.traced_collectives import TracedCollective
-from jzero.values.byte_sizes import size_text
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler]
 

@@ -17,7 +17,7 @@ from helpers.sampling import keep
 from jax import lax
 
 import jzero
-from jzero.attention_kernels.choice import kernel_note
+from jzero.attention_kernels import kernel_note
 from jzero.planner import gpu_devices
 from jzero.planner.products import products
 from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose

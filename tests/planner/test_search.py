@@ -287,12 +287,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--fit", "--search"], "--fit: without --search"),
+        (["--fit", "--search"], "--fit cannot be combined with --search"),
         (["--search", "--html", "x.html"], "without --html, --formula, --tokens and --price"),
         (["--search", "--minutes", "0"], "--minutes 0: must be positive"),
         (["--frontier", "x.txt"], "must end in .svg"),
         (["--search", "--out", "nowhere/x.json"], "no such directory"),
-        (["--fit", "--nodes", "2"], "--fit: without --minutes, it compiles few"),
+        (["--fit", "--nodes", "2"], "--fit cannot be combined with --minutes (it compiles few)"),
         (["--minutes", "2"], "--minutes, --out: of a search"),
     ],
 )

@@ -5,8 +5,7 @@ from helpers.engines import ACCUM, FEATURES, REPLICAS, build, rows
 
 import jzero
 from jzero.planner.collectives import Collective, Collectives
-from jzero.profiling.communication import collective_times, communication
-from jzero.profiling.device_times import Kernel
+from jzero.profiling.device_times import Kernel, collective_times, communication
 
 
 def row(kind, size, devices=4, **more):

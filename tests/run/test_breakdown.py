@@ -1,14 +1,12 @@
-"""The breakdowns of time and memory and the dump: lines at the right steps, whose numbers agree with other sources."""
+"""The breakdowns of time and memory: lines at the right steps, whose numbers agree with other sources."""
 
 import contextlib
 import io
 import itertools
-import json
 import re
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, rows, three_calls
 from helpers.engines import printed as printed_by
@@ -20,7 +18,7 @@ from jzero.run.observers import Observers
 from jzero.step.batch import Amount
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
-ALL = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "steps_per_print": 2}
+ALL = {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 2}
 
 
 @contextlib.contextmanager
@@ -179,44 +177,3 @@ def test_the_fullest_device_is_shown(monkeypatch, tmp_path):
         monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
         monkeypatch.setattr(step_memory, "STATUS", tmp_path / status)
         assert step_memory.used("now") == f"memory now: {words}"
-
-
-# ------------------------------------------------------------------------------------------- the dump
-
-
-def section(run, title):
-    begin = run.start.index(f"jzero state dump: {title}") + 1
-    ends = [i for i in range(begin, len(run.start)) if not run.start[i]]
-    return run.start[begin : ends[0] if ends else None]
-
-
-def test_the_dump_has_every_setting(run):
-    config = json.loads("\n".join(section(run, "config, with its defaults")))
-    assert config == json.loads(run.engine.config.model_dump_json(warnings=False))
-    assert (config["dump_state"], config["gradient_clipping"]) == (True, 1.0)  # a given value, a default
-
-
-def test_the_dump_has_every_parameter_as_it_is(run):
-    table = [re.split(r"\s{2,}", row.strip()) for row in section(run, "parameters")]
-    found = {row[0]: row[1:] for row in table[2:]}
-    for name, x in (
-        ("ends/out", run.engine.state.params["ends"]["out"]),
-        ("stack/w", run.engine.state.params["stack"]["w"]),
-    ):
-        shape, spec, dtype, n_bytes, elements = found[name]
-        assert (shape, dtype, elements) == (str(list(x.shape)), str(x.dtype), f"{x.size:,}")
-        assert spec == f"P({', '.join(map(repr, x.sharding.spec))})"
-        assert int(n_bytes.replace(",", "")) == x.addressable_shards[0].data.nbytes
-    moments = jax.tree.leaves(run.engine.state.opt_state)
-    n_bytes = sum(x.addressable_shards[0].data.nbytes for x in moments)
-    assert f"  optimizer state: {n_bytes:,} bytes" in section(run, "parameters")
-
-
-def test_the_dump_has_every_device_and_the_step(run):
-    rows_of = [row.split() for row in section(run, "mesh")[2:]]
-    assert [row[:6] for row in rows_of] == [["0", "0", str(i), "0", "0", "0"] for i in range(4)]
-    assert [row[6] for row in rows_of] == [str(device) for device in np.ravel(run.engine.mesh.devices)]
-    settings = section(run, "settings")
-    assert f"  step: {run.engine.step_fn!r}" in settings
-    others = [line for line in settings if not line.startswith("  step: ")]  # the model has a repr of its own
-    assert not any(" at 0x" in line for line in others), "an address says nothing, and differs in every run"

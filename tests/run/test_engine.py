@@ -325,7 +325,7 @@ FOREIGN = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4])
     ("arguments", "more", "words"),
     [
         ({"resume": True}, {}, "resume = True: must be a directory"),
-        ({"resume": "auto"}, {}, 'resume = "auto": where? Put checkpoint.dir into the config'),
+        ({"resume": "auto"}, {}, 'resume = "auto": no directory is set; put checkpoint.dir into the config'),
         ({"optimizer": optax.sgd(0.1)}, {"scheduler": {"type": "WarmupLR"}}, "scheduler: the optimizer passed in has"),
         ({"optimizer": optax.sgd(0.1), "lr_scheduler": lambda n: 0.1}, {}, "scheduler: the optimizer passed in has"),
         ({"lr_scheduler": 0.1}, {}, "lr_scheduler: 0.1 is not a function"),

@@ -11,7 +11,7 @@ from helpers.html_pages import Page
 
 import jzero
 from jzero import cli, plots
-from jzero.plots import figures, history
+from jzero.plots import history, run_plots
 
 
 def record(kind, time, **fields):
@@ -72,22 +72,22 @@ def lines(figure):
 
 def test_lines_are_the_records(runs):
     histories = history.read_all(runs)
-    assert figures.names(histories) == ["loss", "lr", "samples/s", "peak memory (GiB)", "goodput"]
-    drawn = lines(figures.draw_curve(histories, "loss"))
+    assert run_plots.names(histories) == ["loss", "lr", "samples/s", "peak memory (GiB)", "goodput"]
+    drawn = lines(run_plots.draw_curve(histories, "loss"))
     assert drawn["first"] == ([1, 2, 3, 4, 5], [9.0, 8.0, 7.0, 6.0, 5.0])
     assert drawn["curves"] == ([1, 2, 3], [4.0, 2.5, 2.0])
     assert drawn["first, evaluation"] == ([2], [7.5])
     assert drawn["_restart"][0] == [2]
-    assert lines(figures.draw_curve(histories, "loss", x="samples"))["curves"][0] == [8, 16, 24]
-    hours = lines(figures.draw_curve(histories[:1], "loss", x="time"))["first"][0]
+    assert lines(run_plots.draw_curve(histories, "loss", x="samples"))["curves"][0] == [8, 16, 24]
+    hours = lines(run_plots.draw_curve(histories[:1], "loss", x="time"))["first"][0]
     assert hours == pytest.approx([seconds / 3600 for seconds in (12, 14, 33, 35, 37)])
-    assert lines(figures.draw_curve(histories, "peak memory (GiB)"))["first"] == ([1, 3], [1.0, 2.0])
-    assert lines(figures.draw_curve(histories, "samples/s"))["first"] == (
+    assert lines(run_plots.draw_curve(histories, "peak memory (GiB)"))["first"] == ([1, 3], [1.0, 2.0])
+    assert lines(run_plots.draw_curve(histories, "samples/s"))["first"] == (
         [2, 4, 5],
         [4.0, 4.0, 4.0],
     )  # 8 samples in 2 s
     with pytest.raises(jzero.ConfigError, match="x = 'time': curves: only a ledger has times"):
-        figures.draw_curve(histories, "loss", x="time")
+        run_plots.draw_curve(histories, "loss", x="time")
 
 
 def test_tokens_where_every_step_knows_them(tmp_path):
@@ -154,13 +154,13 @@ def test_the_reason_of_a_restart_is_one_clause(tmp_path):
 def test_a_step_that_is_not_finite_has_a_mark(tmp_path):
     records = [*RECORDS[:2], *steps(1, [9.0, "nan", 7.0, "inf"], 1010.0)]
     found = history.read_all([written(tmp_path / "run", records)])
-    drawn = lines(figures.draw_curve(found, "loss", smooth=0.5))
+    drawn = lines(run_plots.draw_curve(found, "loss", smooth=0.5))
     assert drawn["run, not finite"][0] == [2, 4]
-    assert list(lines(figures.draw_curve(found, "lr"))) == ["run"]
+    assert list(lines(run_plots.draw_curve(found, "lr"))) == ["run"]
 
 
 def test_smoothing_keeps_the_values_visible(runs):
-    drawn = lines(figures.draw_curve(history.read_all(runs[1:]), "loss", smooth=0.5))
+    drawn = lines(run_plots.draw_curve(history.read_all(runs[1:]), "loss", smooth=0.5))
     assert drawn["_curves, not smoothed"] == ([1, 2, 3], [4.0, 2.5, 2.0])
     # y_t = sum of 0.5^(t-i) x_i / sum of 0.5^(t-i)
     expected = [4.0, (0.5 * 4 + 2.5) / 1.5, (0.25 * 4 + 0.5 * 2.5 + 2.0) / 1.75]
@@ -168,7 +168,7 @@ def test_smoothing_keeps_the_values_visible(runs):
 
 
 def test_bars_of_the_goodput_add_up(runs):
-    figure = figures.draw_curve(history.read_all(runs), "goodput")
+    figure = run_plots.draw_curve(history.read_all(runs), "goodput")
     (axes,) = figure.axes
     widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
     # 37 s; steps 1, 2, 3 to 5: 10 s; repeated 4 + 1, after an evaluation of 1; detect 1, restart 4, start 10 + 5
@@ -215,7 +215,7 @@ def test_runs_of_one_name_have_their_paths(tmp_path, runs):
     assert names(runs[0], other, runs[1]) == [str(runs[0]), str(other), "curves"]
     assert names(file, other) == [str(file), str(other)]
     assert names(file, runs[0]) == ["first"]  # a run that is named twice
-    drawn = figures.draw_curve(history.read_all([file, other]), "loss").axes[0].lines
+    drawn = run_plots.draw_curve(history.read_all([file, other]), "loss").axes[0].lines
     assert len({line.get_color() for line in drawn if line.get_label() in (str(file), str(other))}) == 2
 
 
@@ -224,7 +224,7 @@ def test_names_of_runs_are_drawn_as_they_are(tmp_path, runs):
     odd = [runs[0].rename(tmp_path / r"cost$\frac$"), runs[1].rename(tmp_path / "_old")]
     found = plots.read(*odd)
     assert all(image.startswith(b"\x89PNG") for image in found.images.values())
-    legend = figures.draw_curve(found.histories, "loss").axes[0].get_legend()
+    legend = run_plots.draw_curve(found.histories, "loss").axes[0].get_legend()
     shown = [text.get_text() for text in legend.get_texts()]
     assert [text.strip() for text in shown] == [r"cost\$\frac\$", r"cost\$\frac\$, evaluation", "_old"]
 
@@ -319,7 +319,7 @@ def test_a_picture_of_a_million_steps_is_thin_and_keeps_the_spikes():
     curve = history.Curve(step, 8 * step, step / 10, value)
     restarts = [history.Restart(history.Point(i, 8 * i, i / 10, 0.0), "why") for i in range(0, n, 100)]
     made = history.History("run", {"loss": curve, "eval_loss": curve}, restarts=restarts)
-    figure = figures.draw_curve([made], "loss")
+    figure = run_plots.draw_curve([made], "loss")
     drawn = lines(figure)
     assert drawn["run, not finite"][0] == [400_001, 900_001]
     assert all(len(x) <= 4 * columns for x, _ in drawn.values())

@@ -101,7 +101,7 @@ def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
     text = str(error.value)
     where = "in micro-batch 1 of 3" if together else "in micro-batch 1 of 3, on replica 1"
     assert "first in the backward pass: the model; gradients that are not finite: w\n" in text
-    assert f"  {where}; no row fails by itself" in text
+    assert f"  {where}; no single row fails alone" in text
     check_replay(tmp_path / "saved" / "step1", model, text)
 
 

@@ -9,7 +9,7 @@ from helpers.reference import assert_bitwise
 from helpers.sampling import keep
 
 import jzero
-from jzero.run.diagnosis.spikes import spike_threshold
+from jzero.run.diagnosis.step_checks import spike_threshold
 
 ROWS = 8
 

@@ -6,8 +6,8 @@ from jzero.config import Config
 from jzero.profiling.device_times import DeviceTimes
 from jzero.run import summary
 from jzero.run.clock import COMPILE, DATA, DEVICE, HOST, SCRIPT
-from jzero.run.diagnosis.verdict import name_bottleneck
 from jzero.run.speed import Totals
+from jzero.run.summary import name_bottleneck
 
 BUSY = {DEVICE: 95.0, DATA: 3.0, HOST: 1.0, SCRIPT: 1.0}
 

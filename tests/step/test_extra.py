@@ -222,7 +222,7 @@ def test_models_with_stages_take_it_too(kind, pipe):
     ("extra", "message"),
     [
         (lambda: {"teacher": "t5"}, r"extra: leaf 'teacher' is 't5': pass arrays and numbers"),
-        (lambda: jax.device_put(np.ones(3), jax.devices()[7]), r"extra: leaf 'extra' lies on 1 devices.*has 4"),
+        (lambda: jax.device_put(np.ones(3), jax.devices()[7]), r"extra: leaf 'extra' is on 1 devices.*has 4"),
         (lambda: 2**40, "2\\*\\*40|1099511627776"),
     ],
 )

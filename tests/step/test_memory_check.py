@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import jzero
+from jzero.display.text_table import size_text
 from jzero.errors import OutOfMemoryError
 from jzero.planner import advice
 from jzero.planner.advice import Near, nearest, ways
 from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
 from jzero.run import step_memory
-from jzero.values.byte_sizes import size_text
 from models.llama import Llama, preset
 
 ROWS, LENGTH = 16, 64
@@ -126,7 +126,7 @@ def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
         engine.train_batch(BATCH)
     logits = ROWS // 2 * LENGTH * 8192 * 4 / 2**20
     (stated,) = map(
-        float, re.findall(r"^([\d.]+) MiB at the peak are of what follows", str(caught.value), re.MULTILINE)
+        float, re.findall(r"^([\d.]+) MiB of the peak come after the last layer", str(caught.value), re.MULTILINE)
     )
     assert logits <= stated <= 3.1 * logits  # with their gradient and probabilities
     saved = peak(CONFIG, vocab_size=8192) - peak(CONFIG, vocab_size=8192, loss_tiles=8)

@@ -236,7 +236,7 @@ class Named:
 def test_names_with_escape_codes_are_escaped_on_the_terminal(tmp_path, capsys, monkeypatch):
     home = tmp_path / f"run{EVIL.replace('/', '')}"
     keys = {
-        "steps_per_print": 1, "memory_breakdown": True, "wall_clock_breakdown": True, "dump_state": True,
+        "steps_per_print": 1, "memory_breakdown": True, "wall_clock_breakdown": True,
         "flops_profiler": {"enabled": True, "profile_step": 1}, "checkpoint": {"dir": str(home)},
         "non_finite": {"action": "stop", "output_path": str(tmp_path)},
     }  # fmt: skip

@@ -256,7 +256,7 @@ def test_refused_adapters(tmp_path, base, adapter):
     both = tmp_path / "both"
     made.save_16bit_model(both)
     made.save_adapters(both)
-    refused(lambda: made.load_weights(both), "adapter_model.safetensors beside other weights", "pass the file")
+    refused(lambda: made.load_weights(both), "adapter_model.safetensors next to other weights", "pass the file")
     made.load_weights(both / "adapter_model.safetensors")
     refused(lambda: base[1].save_adapters(tmp_path / "no"), "no adapters", "lora=LoRAConfig", "transformers has")
     base[1].save_checkpoint(tmp_path / "plain").wait()

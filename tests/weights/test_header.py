@@ -12,8 +12,7 @@ from safetensors import SafetensorError, deserialize
 
 import jzero
 from jzero import weights
-from jzero.weights import header
-from jzero.weights.safetensors import File, checksum_of
+from jzero.weights.safetensors import DTYPES, MOST, File, checksum_of
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 I16 = {"dtype": "I16", "shape": [2, 1], "data_offsets": [8, 12]}
@@ -42,7 +41,7 @@ def ours(path, blob):
         file = File.open(path)
     except jzero.ConfigError as error:
         return str(error)
-    names, found = {dtype: name for name, dtype in header.DTYPES.items()}, {}
+    names, found = {dtype: name for name, dtype in DTYPES.items()}, {}
     for name, (dtype, shape, *_) in file.entries.items():
         values = np.empty(shape, dtype)
         for part, view in file.windows(name, tuple(slice(0, n) for n in shape)):
@@ -112,8 +111,8 @@ def test_each_fault(tmp_path, blob, words):
 
 def test_a_header_of_more_than_100_mb_is_not_read(tmp_path):
     with (tmp_path / "x.safetensors").open("wb") as file:
-        file.write((header.MOST + 1).to_bytes(8, "little"))
-        file.truncate(header.MOST + 100)  # sparse
+        file.write((MOST + 1).to_bytes(8, "little"))
+        file.truncate(MOST + 100)  # sparse
     with pytest.raises(jzero.ConfigError, match="its header has 100000001 bytes; at most 100000000 are allowed"):
         File.open(tmp_path / "x.safetensors")
 
@@ -178,8 +177,8 @@ def test_a_checksum_is_the_same_for_every_division(dtype):
 
 
 ELSEWHERE = {
-    "../x.safetensors": "'../x.safetensors' is not the name of a file beside it",
-    "/etc/passwd": "'/etc/passwd' is not the name of a file beside it",
+    "../x.safetensors": "'../x.safetensors' is not the name of a file in its directory",
+    "/etc/passwd": "'/etc/passwd' is not the name of a file in its directory",
     **{name: "is not the name" for name in ("..", "", "a/x.safetensors", "x\0.safetensors", "x" * 10**6)},
     "absent.safetensors": "absent.safetensors: No such file",
     "directory": "it is not a regular file",

@@ -21,8 +21,7 @@ from jzero import checkpoint
 from jzero.errors import CheckpointError, ConfigError, escaped, in_a_line, some_of
 from jzero.kernels.fp8 import delayed_scaling
 from jzero.mesh import make_mesh
-from jzero.run.diagnosis.finding import Finding
-from jzero.run.diagnosis.non_finite_search import find_non_finite
+from jzero.run.diagnosis.non_finite_search import Finding, find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
 from jzero.step.programs import StepInput
 from jzero.step.setup import Setup

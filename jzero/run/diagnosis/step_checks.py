@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from jzero.run.diagnosis.replica_check import Replicas
-from jzero.run.diagnosis.spikes import Spikes
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.checkpoint.checksums import checksums
+from jzero.errors import some_of
+from jzero.events import Noticed
+from jzero.loss import LOSS
+from jzero.run.diagnosis.non_finite_search import by_part, device_name
 from jzero.run.diagnosis.stragglers import Stragglers
 from jzero.run.diagnosis.watch import Stream, Watch, WatchedRun
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
 from jzero.step.update import SkipWhen
+from jzero.tree import PyTree, named
 
 
 class Checks:
@@ -57,3 +69,148 @@ class Checks:
         self._kept = []
         self._finite.restart()
         self._stragglers.restart()
+
+
+NORM, SPIKE = "grad_norm", "spike"
+LEAST = 20  # steps, or half of the window if that is more, before the first limit
+FLOOR = 0.01  # of the median: the least deviation, for a run whose values hardly change
+MOST_LINES = 50  # of one run
+
+
+class Given(NamedTuple):
+    """A step that the devices may still compute, and the limits that it got."""
+
+    number: int
+    metrics: Metrics
+    limits: np.ndarray
+
+
+class Spikes:
+    """Looks for spikes, steps far above the last ones; with the action "skip", such steps change nothing.
+
+    The rule is Hampel's identifier: a value is a spike if it exceeds the median of the last values by `threshold`
+    standard deviations, where 1.4826 times the median absolute deviation (MAD) stands for one (Hampel, 1974, "The
+    influence curve and its role in robust estimation"). Spikes in the window do not raise that limit, as they raise a
+    mean and a deviation. Window, threshold and the number of steps before the first limit are those of OLMo-core's
+    SkipStepOptimizer, which skips such updates (olmo_core/optim/skip_step_optimizer.py).
+
+    Limits are computed on the host, from steps that have finished, and are an input of the next step: the device
+    decides whether it is skipped, and nothing waits.
+    """
+
+    def __init__(self, step: TrainStep, stream: Stream):
+        section, self._stream = step.config.spikes, stream
+        self._skips, self.is_on = section.action == "skip", section.action != "ignore"
+        self._window, self._threshold = section.window, section.threshold
+        self._values = tuple(deque[float](maxlen=self._window) for _ in range(2))
+        self._limits, self._lines = np.full(2, np.inf, np.float32), 0
+
+    def begin(self) -> np.ndarray | None:
+        """Return the largest loss and gradient norm of the next step, if it is skipped above them; else None."""
+        return self._limits if self._skips else None
+
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Given:
+        """Keep a step, with the limits that it got."""
+        return Given(run.global_steps, metrics, self._limits)
+
+    def read(self, run: WatchedRun, step: Given) -> None:
+        """Look at a step, and compute the limits of the step after the next."""
+        pair = jax.device_get((step.metrics[LOSS], step.metrics[NORM]))
+        if not all(map(math.isfinite, pair)):
+            return
+        high = [
+            f"{name} {value:.4g} (limit {most:.4g}, median {np.median(values):.4g})"
+            for name, value, most, values in zip(
+                ("loss", "gradient norm"), pair, step.limits, self._values, strict=True
+            )
+            if value > most
+        ]
+        # Spikes count too: should the run stay on a higher level, that becomes the median.
+        for values, value in zip(self._values, pair, strict=True):
+            values.append(float(value))
+        if high and self._lines < MOST_LINES:
+            self._lines += 1
+            effect = ", the step changed nothing" if self._skips else ""
+            self._stream.emit(Noticed(step.number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}"))
+        if len(self._values[0]) >= max(LEAST, self._window // 2):
+            self._limits = np.array([spike_threshold(values, self._threshold) for values in self._values], np.float32)
+
+
+def spike_threshold(values: Sequence[float], threshold: float) -> float:
+    """Compute the largest value that is no spike after these.
+
+    >>> spike_threshold([1.0, 2.0, 3.0, 4.0, 100.0], 6.0)
+    11.8956
+    """
+    median = float(np.median(values))
+    deviation = 1.4826 * float(np.median(np.abs(np.asarray(values) - median)))
+    return median + threshold * max(deviation, FLOOR * abs(median))
+
+
+DIFFER = "replicas differ"
+MOST_LEAVES = 5  # in a report
+
+
+class Replicas:
+    """Compares the copies of a run's state every `desync_check.every` steps.
+
+    Every device adds up the bits of its own copies, and those of one part are compared. Nothing in a step compares
+    them. A bit that flipped in one device's memory, or a process that computed another update, stays in that replica's
+    parameters and reaches the others as a gradient of another model.
+
+    The checksums are read one step later, so that no step waits, or before a save.
+    """
+
+    def __init__(self, step: TrainStep, stream: Stream):
+        self._step, self._every, self._stream = step, step.config.desync_check.every or 0, stream
+        self.is_on = self._every > 0
+
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> tuple[int, jax.Array] | None:
+        """Take the checksums of the state after a step, if a comparison is due."""
+        due = run.global_steps % self._every == 0
+        return (run.global_steps, self.sums(run.state)) if due else None
+
+    def read(self, run: WatchedRun, kept: tuple[int, jax.Array]) -> None:
+        """Report the copies that differed when checksums were taken."""
+        number, sums = kept
+        if found := self.differing(np.asarray(sums)):
+            self._stream.emit(Noticed(number, DIFFER, f"{DIFFER}: {some_of(found, MOST_LEAVES)}"))
+
+    @cached_property
+    def sums(self) -> Any:
+        """The program: a state -> the checksum of each leaf's part on each device, uint32 [devices, leaves]."""
+        mesh = self._step.mesh
+        everywhere: Any = PartitionSpec(mesh.axis_names)
+
+        def local(state: PyTree) -> jax.Array:
+            return checksums(named(state))[None]
+
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=(self._step.state_specs,), out_specs=everywhere, check_vma=False
+        )  # fmt: skip
+        return self._step.setup.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def differing(self, sums: np.ndarray) -> list[str]:
+        """Describe each leaf whose copies differ; `sums` as the program returns it."""
+        devices = list(self._step.mesh.devices.flat)
+        shapes, shardings = named(self._step.state_shapes), named(self._step.state_shardings)
+        found = []
+        for column, name in enumerate(sorted(shapes)):
+            parts = by_part(devices, shardings[name], shapes[name].shape)
+            odd = sorted(n for _, holders in parts for n in odd_ones(holders, sums[:, column]))
+            if odd:
+                found.append(f"{name} on {some_of(device_name(devices, n) for n in odd)}")
+        return found
+
+
+def odd_ones(holders: list[int], sums: np.ndarray) -> list[int]:
+    """List the devices whose sum is not that of the majority of the holders; without a majority, all of them.
+
+    >>> odd_ones([0, 1, 3], np.array([7, 7, 0, 8])), odd_ones([0, 3], np.array([7, 7, 0, 8]))
+    ([3], [0, 3])
+    """
+    values, counts = np.unique(sums[holders], return_counts=True)
+    if len(values) == 1:
+        return []
+    usual = values[counts.argmax()] if 2 * counts.max() > len(holders) else None
+    return [n for n in holders if usual is None or sums[n] != usual]

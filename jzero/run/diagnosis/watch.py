@@ -25,8 +25,7 @@ from jzero.ledger.read import Step, rows_of
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
 from jzero.run.clock import Clock
-from jzero.run.diagnosis.finding import Finding
-from jzero.run.diagnosis.non_finite_search import find_non_finite
+from jzero.run.diagnosis.non_finite_search import Finding, find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
 from jzero.run.diagnosis.replay import save_replay
 from jzero.step.programs import Details
