@@ -90,7 +90,7 @@ def duration(seconds: float) -> str:
 def goodput(records: Iterable[Record]) -> Goodput:
     """Compute the goodput of a run from its records, in the order of the file."""
     account = Account()
-    for one in counted(stretches([records])):
+    for one in counted(stretches([list(records)])):
         account.take(one)
     return account.total()
 

@@ -6,59 +6,27 @@ and of the norm. Where the heads do not suffice, keys, values and their gradient
 """
 
 from collections import Counter
-from math import prod
 
-import jax
-import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.programs import SMALL, collectives_of, counted, h100s, needs_gpu_programs, of_every_leaf, pairs, traced
 from helpers.sampling import keep
 
 import jzero
-from jzero.planner import collectives, gpu_devices
 from models.llama import Llama, LlamaConfig
 
-pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
+pytestmark = needs_gpu_programs
 
 LAYERS, ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS, BF16 = 2, 4, 128, 256, 8, 4, 2
-SMALL = 128  # bytes
-SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def program_of(*, stage=0, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
-    """The collectives of a step in bf16, and the step."""
-    config = {
-        "train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
-    }  # fmt: skip
+def compiled(*, stage=0, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
+    """(the collectives of a step, without numbers: (kind, axes, bytes) -> how many; the step)."""
     shape = LlamaConfig(LAYERS, width, heads, kv_heads, 512, vocab_size=1024, attention="cudnn")
-    devices = gpu_devices("h100", prod(mesh.values()))
-    step = jzero.make_train_step(
-        jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=jzero.make_mesh(**mesh, devices=devices)
-    )
-    tokens = jax.ShapeDtypeStruct((ROWS, SEQUENCE), jnp.int32)
-    program = collectives(step.lower({"inputs": tokens, "labels": tokens}).compile(), step.mesh)
-    assert len(program.select(in_branch=True)) == 0
-    return program, step
-
-
-def compiled(**layout):
-    """The collectives one by one: (kind, axes, bytes) -> how many a step."""
-    program, step = program_of(**layout)
-    found = Counter()
-    for row in program:
-        found[row.kind, row.axes, row.bytes] += row.operands * row.times
-    large = {key: times for key, times in found.items() if key[2] > SMALL}
-    return large, step
-
-
-def of_every_leaf(kind, axes, step):
-    """One collective of each parameter a step, of each layer's for itself."""
-    found = Counter()
-    for layout in jax.tree.leaves(step.layouts):
-        found[kind, axes, prod(layout.shape[layout.stacked :]) * BF16] += LAYERS if layout.stacked else 1
-    return found
+    step, trace = traced(
+        jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), h100s(**mesh), pairs(ROWS, SEQUENCE),
+        train_batch_size=ROWS, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+    )  # fmt: skip
+    return counted(collectives_of(step, trace), "kind", "axes", "bytes", smallest=SMALL), step
 
 
 def all_to_alls(rows):
@@ -72,7 +40,7 @@ def all_to_alls(rows):
 
 
 def test_four_all_to_alls_forward_and_backward_in_each_layer():
-    found, step = compiled(zero=1, context=2)
+    found, step = compiled(context=2)
     assert found == all_to_alls(ROWS) | of_every_leaf("all-reduce", ("context",), step)
 
 
@@ -101,9 +69,9 @@ def test_a_ring_moves_keys_and_values_alone(case):
     """
     mesh = {axis: n for axis, n in RINGS[case].items() if axis in ("context", "tensor")}
     bytes_of = Counter()
-    for row in program_of(zero=1, **RINGS[case])[0]:
-        if "context" in row.axes and row.kind != "all-reduce" and row.bytes > SMALL:
-            bytes_of[row.kind] += row.bytes * row.times
+    for (kind, axes, size), times in compiled(**RINGS[case])[0].items():
+        if "context" in axes and kind != "all-reduce":
+            bytes_of[kind] += size * times
     part = ROWS * SEQUENCE // mesh["context"]  # tokens
     queries, keys = (part * 64 * RINGS[case][kind] // mesh.get("tensor", 1) * BF16 for kind in ("heads", "kv_heads"))
     sums = part * RINGS[case]["heads"] // mesh.get("tensor", 1) * 4

@@ -38,17 +38,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.pipelines import Case, Decoder
+from helpers.programs import SEPARATE, SIZE, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
 from helpers.sampling import keep, some
-from test_collectives import SEPARATE, SIZE, pytestmark  # noqa: F401
 
 import jzero
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.schedules import make_program, make_schedule
-from jzero.planner import collectives, gpu_devices, memory
+from jzero.planner import collectives, memory
 from models.llama import Llama, LlamaConfig
 
+pytestmark = needs_gpu_programs
 MICRO, SEQUENCE, WIDTH, VOCAB = 2, 4, 24, 64
-SEPARATE = SEPARATE | {"xla_gpu_collective_permute_combine_threshold_bytes": 0}
 
 
 class Scaled(Decoder):
@@ -70,24 +70,13 @@ class Scaled(Decoder):
         return vocab_parallel.cross_entropy(x * ends["scale"], ends["head"], batch["labels"])
 
 
-def compile(case, model, rows, sequence, unroll="auto", **options):
-    """(compiled step, mesh): micro-batches of so many rows, and compiler options."""
+def step_of(case, model, rows, length, options=SEPARATE, **more):
+    """A step, whose micro-batches have so many rows, and its trace."""
     config = case.config(
-        train_micro_batch_size_per_gpu=rows,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
-        bf16={"enabled": True},
-        stack={"unroll": unroll},
-        compiler_options={"xla_gpu_autotune_level": 0, **options},
+        train_micro_batch_size_per_gpu=rows, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, **more
     )
-    mesh = jzero.make_mesh(config, devices=gpu_devices("h100", case.stages * case.data * case.zero))
-    step = jzero.make_train_step(model, config, mesh=mesh)
-    tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, sequence), jnp.int32)
-    return step.lower({"inputs": tokens, "labels": tokens}).compile(), mesh
-
-
-@functools.cache
-def collectives_of(case, unroll="auto"):
-    return collectives(*compile(case, Scaled(case.layers), MICRO, SEQUENCE, unroll, **SEPARATE))
+    batch = pairs(rows * case.micro * case.data * case.zero, length)
+    return traced(model, h100s(pipe=case.stages, data=case.data, zero=case.zero), batch, options, **config)
 
 
 def ticks(table):
@@ -162,14 +151,6 @@ def expected(case, loop=False):
     return moved
 
 
-def found(program):
-    moved = Counter()
-    for row in program:
-        assert row.operands == 1, f"combined, so its parts cannot be told apart: {row}"
-        moved[row.kind, row.dtype, row.axes, row.bytes] += row.times
-    return moved
-
-
 CASES = [
     Case("gpipe", 4, 6, 0, 1, 2),
     Case("interleaved", 4, 8, 1, 2, chunks=2),
@@ -183,27 +164,20 @@ CASES = [
 ]
 
 
-# The schedule that splits the backward pass, under ZeRO-3.
-@pytest.mark.parametrize("case", keep(CASES, [CASES[5]]), ids=str)
-def test_collectives_are_the_tables(case):
-    program = collectives_of(case)
-    assert not program.unknown_trips
-    assert len(program.select(in_branch=True)) == 0
-    assert found(program) == expected(case)
+# With the layers of a chunk in a loop.
+LOOPS = [Case("1f1b", 2, 4, 3, 2, 2), Case("gpipe", 2, 4, 1, 2)]
+ALL = [*((case, False) for case in CASES), *((case, True) for case in LOOPS)]
+
+
+@pytest.mark.parametrize(("case", "loop"), keep(ALL, ALL[5:6]), ids=str)
+def test_collectives_are_the_tables(case, loop):
+    more = {"stack": {"unroll": False}} if loop else {}
+    program = collectives_of(*step_of(case, Scaled(case.layers), MICRO, SEQUENCE, **more))
+    assert one_by_one(program, lambda row: (row.kind, row.dtype, row.axes, row.bytes)) == expected(case, loop)
     for row in program.select(kind="collective-permute"):
         activations = row.bytes == MICRO * SEQUENCE * WIDTH * SIZE["bf16"]
         assert row.axes == ("pipe",)
         assert activations or row.loops == ()  # the layers go to their places and back once a step
-
-
-LOOPS = [Case("1f1b", 2, 4, 3, 2, 2), Case("gpipe", 2, 4, 1, 2)]
-
-
-@pytest.mark.parametrize("case", keep(LOOPS, []), ids=str)
-def test_collectives_of_a_loop_over_the_layers(case):
-    program = collectives_of(case, unroll=False)
-    assert not program.unknown_trips
-    assert found(program) == expected(case, loop=True)
 
 
 # ------------------------------------------------------------------------------------------------------- memory
@@ -217,8 +191,9 @@ def plan(schedule, chunks, micro):
     """(planned memory, collectives) of a step of `micro` micro-batches on four stages."""
     case = Case(schedule, 4, micro, chunks=chunks)
     model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, num_layers=4 * chunks), rngs=rngs))
-    program, mesh = compile(case, model, 1, TOKENS)
-    return memory(program), collectives(program, mesh)
+    step, trace = step_of(case, model, 1, TOKENS, options={})
+    program = trace.lower().compile()
+    return memory(program), collectives(program, step.mesh)
 
 
 @pytest.mark.parametrize(

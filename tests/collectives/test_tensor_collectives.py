@@ -10,47 +10,32 @@ device gets all logits.
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.programs import collectives_of, counted, h100s, needs_gpu_programs, pairs, traced
 from helpers.tensor_models import BATCH, DIMENSIONS, SEQUENCE, WIDTH, model
 
 import jzero
-from jzero.planner import collectives, gpu_devices
 from jzero.planner.traced_collectives import moves
 from models.llama import Llama, LlamaConfig
 
-pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
+pytestmark = needs_gpu_programs
 
 LAYERS, TENSOR, F32, BF16 = 2, 2, 4, 2
-SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+LLAMA = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
 
 
-TOKENS = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
-
-
-def traced(subject, dimensions, *, stage=0, zero=1):
-    """A step in bf16, and its trace."""
-    config = {
-        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "tensor_parallel": {"dimensions": dimensions},
-        "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
-    }  # fmt: skip
-    mesh = jzero.make_mesh(zero=zero, tensor=TENSOR, devices=gpu_devices("h100", zero * TENSOR))
-    step = jzero.make_train_step(subject, config, mesh=mesh)
-    return step, step.trace({"inputs": TOKENS, "labels": TOKENS})
+def step_of(subject, dimensions, *, stage=0, zero=1):
+    """A step, and its trace."""
+    return traced(
+        subject, h100s(zero=zero, tensor=TENSOR), pairs(BATCH, SEQUENCE), train_batch_size=BATCH,
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        tensor_parallel={"dimensions": dimensions},
+    )  # fmt: skip
 
 
 def compiled(*args, **layout):
-    """The collectives of a step in bf16, one by one: (kind, dtype, axes, bytes) -> how many a step."""
-    step, trace = traced(*args, **layout)
-    program = collectives(trace.lower().compile(), step.mesh)
-    assert len(program.select(in_branch=True)) == 0
-    found = Counter()
-    for row in program:
-        found[row.kind, row.dtype, row.axes, row.bytes] += row.operands * row.times
-    return found
+    """The collectives of a step, one by one: (kind, dtype, axes, bytes) -> how many."""
+    return counted(collectives_of(*step_of(*args, **layout)), "kind", "dtype", "axes", "bytes")
 
 
 def over_tensor(found):
@@ -66,7 +51,7 @@ def by_kind(found):
 
 def of_the_trace(*args):
     """What the report lists of a step, without single numbers; the compiled program has more of them."""
-    step, trace = traced(*args)
+    step, trace = step_of(*args)
     counts = Counter()
     for move in moves(trace, step.mesh).all:
         assert move.axes == ("tensor",)
@@ -115,8 +100,7 @@ def test_zero_3_beside_it():
 @pytest.mark.slow
 def test_a_llamas_fused_weights_move_nothing_more():
     """Queries, keys and values are one product, and so are gate and up: a layer moves what it would with them apart."""
-    config = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
-    found = over_tensor(compiled(jzero.from_flax(lambda rngs: Llama(config, rngs=rngs)), {}))
+    found = over_tensor(compiled(jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs)), {}))
     tokens, width, divided = BATCH * SEQUENCE, 64, 6  # divided: embedding, head, and a layer's four kernels
     assert found == {
         ("all-gather", "bf16", width * tokens * BF16): 4 * LAYERS + 2,
@@ -134,21 +118,11 @@ def test_a_llamas_fused_weights_move_nothing_more():
 def test_a_pipeline_sends_this_devices_part_of_the_sequence(tensor):
     """Both ways, with `tensor` 2 half the bytes: activations are divided between layers, and so between stages."""
     rows, accum, width = 2, 4, 64
-    config = {
-        "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accum, "bf16": {"enabled": True},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "mesh": {"pipe": 2, "tensor": tensor},
-        "compiler_options": {"xla_gpu_autotune_level": 0},
-    }  # fmt: skip
-    mesh = jzero.make_mesh(config, devices=gpu_devices("h100", 2 * tensor))
-    shape = LlamaConfig(LAYERS, width, 4, 2, 96, vocab_size=128, attention="xla")
-    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
-    tokens = jax.ShapeDtypeStruct((rows * accum, SEQUENCE), jnp.int32)
-    program = step.lower({"inputs": tokens, "labels": tokens}).compile()
-    sent = Counter()
-    for row in collectives(program, mesh):
-        if row.kind == "collective-permute":
-            assert row.axes == ("pipe",)
-            sent[row.dtype, row.bytes] += row.operands * row.times
+    step, trace = traced(
+        jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs)), h100s(pipe=2, tensor=tensor),
+        pairs(rows * accum, SEQUENCE), train_micro_batch_size_per_gpu=rows, gradient_accumulation_steps=accum,
+    )  # fmt: skip
+    found = counted(collectives_of(step, trace).select(kind="collective-permute"), "axes", "dtype", "bytes")
     ticks = accum + 1  # with a forward pass, and as many with a backward pass
     # Nobody reads what the last tick sends back, and XLA drops it.
-    assert sent == {("bf16", rows * SEQUENCE * width * BF16 // tensor): 2 * ticks - 1}
+    assert found == {(("pipe",), "bf16", rows * SEQUENCE * width * BF16 // tensor): 2 * ticks - 1}

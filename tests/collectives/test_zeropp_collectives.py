@@ -20,34 +20,22 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.programs import collectives_of, h100s, needs_gpu_programs, one_by_one, traced
 from helpers.reference import Layout, batches, model
 from helpers.sampling import some
 
-import jzero
-from jzero.planner import collectives, gpu_devices
-
-pytestmark = [
-    pytest.mark.gpu_compile,
-    needs_cuda_compiler,
-    pytest.mark.usefixtures("no_compilation_cache"),
-]
+pytestmark = needs_gpu_programs
 
 N, HOST, ACCUM, LAYERS = 8, 4, 2, 2
-SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 MATRICES = {"embed": ((64, 16), 1), "head": ((16, 64), 1), "w": ((16, 16), LAYERS)}
 BIAS = 16
 
 
 def compiled(plus, unroll):
     section = {"stage": 3, "stage3_param_persistence_threshold": 0, **plus}
-    config = Layout(3, N, ACCUM, "full", unroll, "bf16").config(
-        zero_optimization=section, compiler_options={"xla_gpu_autotune_level": 0} | SEPARATE
-    )
-    mesh = jzero.make_mesh(devices=gpu_devices("h100", N, per_host=HOST))
+    config = Layout(3, N, ACCUM, "full", unroll, "bf16").config(zero_optimization=section)
     batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batches("decoder")[0]))
-    program = jzero.make_train_step(model("decoder"), config, mesh=mesh).lower(batch).compile()
-    return collectives(program, mesh)
+    return collectives_of(*traced(model("decoder"), h100s(zero=N, per_host=HOST), batch, **config))
 
 
 def expected(weights, gradients, n, unroll):
@@ -100,23 +88,10 @@ def test_the_program_moves_what_the_table_says(weights, gradients, n, unroll):
         "zero_quantized_weights": bool(weights), "zero_quantized_gradients": bool(gradients),
         "zero_hpz_partition_size": n,
     }  # fmt: skip
-    program = compiled(plus, unroll)
-    found = Counter()
-    for row in program:
-        assert row.operands == 1
+
+    def key(row):
         assert row.axes == ("zero",)
         if row.kind != "all-reduce":  # losses, counts and norms, as at every stage
-            found[row.kind, row.dtype, row.bytes, row.group_size, ACCUM in row.loops[:1]] += row.times
-    assert found == expected(weights, gradients, n, unroll)
+            return row.kind, row.dtype, row.bytes, row.group_size, ACCUM in row.loops[:1]
 
-
-@pytest.mark.slow
-def test_bytes_across_hosts():
-    """The paper's point: the collectives that cross hosts move a small part of stage 3's, here less than an eighth."""
-
-    def across(program):
-        return sum(row.bytes * row.times for row in program if row.kind != "all-reduce" and row.group_size != HOST)
-
-    plain = across(compiled({}, False))
-    everything = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": HOST}
-    assert across(compiled(everything, False)) < plain / 8
+    assert one_by_one(compiled(plus, unroll), key) == expected(weights, gradients, n, unroll)

@@ -17,9 +17,9 @@ if __name__ == "__main__":  # before JAX starts
 import numpy as np
 from helpers.group_layouts import CHUNKED, LAYOUTS, QUIET, make_engine, plain
 from helpers.mixture_models import batches, initial, model
+from helpers.oracle import largest_error
 
 from jzero.mesh import AXES
-from jzero.tree import named
 
 CASES = {
     "1f1b": (3, {}), "gpipe": (0, {"schedule": "gpipe"}), "interleaved": (2, CHUNKED),
@@ -45,17 +45,11 @@ def run(name):
     return {
         "devices": len(engine.mesh.devices.flat),
         "losses": np.abs(np.array(losses) / known - 1).max(),
-        "parameters": distance(engine, params),
+        "parameters": float(largest_error(engine.state.params, params)),
         "loss after loading": abs(float(one.train_batch(batches()[2])) / known[2] - 1),
-        "parameters after loading": distance(one, params),
+        "parameters after loading": float(largest_error(one.state.params, params)),
         "other tokens": int((texts != continued(prompts)).sum()),
     }
-
-
-def distance(engine, params):
-    """The largest difference of a leaf, relative to its largest element, which counts as at least 0.01."""
-    found = named(jax.device_get(engine.state.params))
-    return float(max(np.abs(x - params[k]).max() / max(np.abs(params[k]).max(), 1e-2) for k, x in found.items()))
 
 
 def continued(tokens):

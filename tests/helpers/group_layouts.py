@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 from helpers.mixture_models import BATCH, CONFIG, batches, initial, model
+from helpers.oracle import plain_loop
 
 import jzero
-from jzero.tree import named
 
 QUIET = dataclasses.replace(CONFIG, num_layers=4, mixture=dataclasses.replace(CONFIG.mixture, balance=0.0))
 CHUNKED = {"schedule": "interleaved", "chunks": 2}
@@ -21,6 +21,7 @@ LAYOUTS = {
     "data x zero x tensor, offloaded": ({"data": 2, "zero": 2, "tensor": 2}, 3, {}, OFFLOADED),
     "zero x context, scanned": ({"zero": 2, "context": 2}, 3, {}, {}),
     "zero": ({"zero": 4}, 2, {}, {}),
+    "expert": ({"expert": 4}, 3, {}, {}),
     "one": ({}, 0, {}, {}),
 }
 
@@ -41,21 +42,11 @@ def make_engine(name):
 @cache
 def plain():
     """(the loss of each step, parameters after the last) of optax."""
-    params = initial(QUIET)
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3, weight_decay=0.1))
 
     def mean(params, batch):
         logits = model(QUIET).module(params)(batch["inputs"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    @jax.jit
-    def update(params, opt, batch):
-        loss, gradient = jax.value_and_grad(mean)(params, batch)
-        updates, opt = tx.update(gradient, opt, params)
-        return optax.apply_updates(params, updates), opt, loss
-
-    opt, losses = tx.init(params), []
-    for batch in batches():
-        params, opt, loss = update(params, opt, batch)
-        losses.append(float(loss))
-    return losses, named(jax.device_get(params))
+    run = plain_loop(mean, initial(QUIET), batches(), tx)
+    return run.losses, run.params

@@ -1,16 +1,23 @@
-"""A decoder whose layers are mixtures of experts, its batches, and train steps of it."""
+"""A decoder whose layers are mixtures of experts, its batches, the plain loop of it, and train steps of it."""
 
+import dataclasses
 from functools import lru_cache
+from typing import ClassVar
 
 import jax
 import numpy as np
+import optax
+from flax import nnx
+from helpers import tensor_models
+from helpers.mixtures import plain_mixtures
+from helpers.oracle import plain_loop
+from helpers.tensor_models import BATCH, LR, SEQUENCE, STEPS, VOCAB
 
 import jzero
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig
 
-BATCH, SEQUENCE, VOCAB, STEPS, LR = 16, 8, 64, 3, 0.1
 CONFIG = DecoderConfig(2, 32, 4, 2, 64, vocab_size=VOCAB, attention="xla", mixture=MixtureConfig(4, 2, 16))
 
 
@@ -30,14 +37,67 @@ def batches():
     return [{"inputs": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
 
 
-def make_step(config, *, stage=0, accum=1, remat="none", unroll=True, schedule="1f1b", more=None, **mesh):
-    degrees = {"data": 1, "zero": 1, **mesh}
-    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
-    settings = {
-        "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
-        **({"pipeline": {"schedule": schedule}} if "pipe" in mesh else {}), **(more or {}),
-    }  # fmt: skip
-    return jzero.make_train_step(model(config), settings, mesh=jzero.make_mesh(**degrees, devices=devices))
+def config_of(layout, factor):
+    """The balance loss of a replica is not linear in its rows, so it counts only where one replica has the batch."""
+    balance = 0.01 if layout.get("accum", 1) == layout.get("zero", 1) == layout.get("data", 1) == 1 else 0.0
+    mixture = dataclasses.replace(CONFIG.mixture, capacity_factor=factor, balance=balance)
+    return dataclasses.replace(CONFIG, mixture=mixture)
+
+
+@lru_cache
+def reference(config):
+    """The plain loop, in which all experts compute every token."""
+
+    def mean(params, batch):
+        loss, _ = model(config).loss(params, batch, None)
+        return loss.sum / loss.count
+
+    with plain_mixtures():
+        return plain_loop(mean, initial(config), batches(), optax.sgd(LR))
+
+
+def make_step(config, *, schedule="1f1b", more=None, **layout):
+    pipeline = {"pipeline": {"schedule": schedule}} if "pipe" in layout else {}
+    return tensor_models.make_step(model(config), more=pipeline | (more or {}), **layout)
+
+
+class Own(nnx.Module):
+    """A block of a user's own."""
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 16, 2, 8)) / 4)
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (4, 8, 16)) / 4)
+
+    def __call__(self, x):
+        return x + jzero.experts(x, jzero.route(self.router(x), 2), self.up[...], self.down[...])
+
+
+class OwnModel(nnx.Module):
+    divided: ClassVar = {"expert": {"blocks/.*/(up|down)$": 0}}
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
+        self.blocks = nnx.List([Own(rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+class BothTables(OwnModel):
+    divided: ClassVar = OwnModel.divided | {"tensor": {"(up|down)$": 0, "embed": 1}}
+
+
+def divided_by_both(model, example=None, **more):
+    """A train step of `OwnModel` or one like it on expert 4 x tensor 2."""
+    config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "mesh": {"expert": 4, "tensor": 2, "zero": 1}}
+    mesh = jzero.make_mesh(expert=4, tensor=2, zero=1, devices=jax.devices())
+    built = jzero.from_flax(model, own_loss, example_batch=example)
+    return jzero.make_train_step(built, config | more, mesh=mesh)
+
+
+def own_loss(module, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(module(batch["inputs"]), batch["labels"]).mean()

@@ -77,21 +77,6 @@ class Dropout(Decoder):
         return super().suffix(ends, drop(x, rng), batch, rng)
 
 
-class Tree(Decoder):
-    """Activations with an integer (Python's, at first) that layers count up, and a mask that they turn; a mean loss."""
-
-    def prefix(self, ends, batch, rng):
-        return {"h": super().prefix(ends, batch, rng), "depth": 0, "mask": batch["labels"] >= 0}
-
-    def block(self, layer, x, rng):
-        h = jnp.tanh(x["h"] @ layer["w"] + layer["b"]) * x["mask"][..., None] / (1 + x["depth"])
-        return {"h": x["h"] + h, "depth": x["depth"] + 1, "mask": jnp.roll(x["mask"], 1, axis=1)}
-
-    def suffix(self, ends, x, batch, rng):
-        total, _ = super().suffix(ends, x["h"] * x["mask"][..., None], batch, rng)
-        return total / (ROWS * SEQUENCE) * x["depth"]
-
-
 @jax.custom_vjp
 def normed_gradient(x):
     return x
@@ -108,34 +93,29 @@ class Fragile(Decoder):
         return normed_gradient(x + jnp.tanh(h @ layer["w"] + layer["b"]))
 
 
-class Integers(Decoder):
-    """Parameters that are no floats, in the ends and in the stack."""
+class Everything(Dropout):
+    """Dropout, parameters that are integers, activations with an integer and a mask; a mean loss.
+
+    The integer is Python's, at first, and layers count it up; they turn the mask.
+    """
 
     def init(self, rng):
         ends, stack = super().init(rng).values()
-        return {
-            "ends": {**ends, "shift": jnp.int32(1)},
-            "stack": {**stack, "sign": 1 - 2 * (jnp.arange(self.layers) % 2)},
-        }
+        sign = 1 - 2 * (jnp.arange(self.layers) % 2)
+        return {"ends": {**ends, "shift": jnp.int32(1)}, "stack": {**stack, "sign": sign}}
 
     def prefix(self, ends, batch, rng):
-        return vocab_parallel.embed(ends["embed"], (batch["inputs"] + ends["shift"]) % VOCAB)
-
-    def block(self, layer, x, rng):
-        return x + layer["sign"] * jnp.tanh(x @ layer["w"] + layer["b"])
-
-
-class Everything(Tree, Integers):
-    """What Dropout, Tree and Integers do, at once."""
-
-    def prefix(self, ends, batch, rng):
-        h = drop(Integers.prefix(self, ends, batch, rng), rng)
+        h = super().prefix(ends, {**batch, "inputs": (batch["inputs"] + ends["shift"]) % VOCAB}, rng)
         return {"h": h, "depth": 0, "mask": batch["labels"] >= 0}
 
     def block(self, layer, x, rng):
         h = jnp.tanh(x["h"] @ layer["w"] + layer["b"]) * x["mask"][..., None] / (1 + x["depth"])
         mask = jnp.roll(x["mask"], 1, axis=1)
         return {"h": x["h"] + layer["sign"] * drop(h, rng), "depth": x["depth"] + 1, "mask": mask}
+
+    def suffix(self, ends, x, batch, rng):
+        total, _ = super().suffix(ends, x["h"] * x["mask"][..., None], batch, rng)
+        return total / (ROWS * SEQUENCE) * x["depth"]
 
 
 @lru_cache

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from helpers.oracle import plain_loop
 
 import jzero
 
@@ -35,15 +36,7 @@ def train(model, steps=3, **more):
 
 def plain(loss, params, steps=3):
     """The same losses from optax; `loss(params)` is plain Flax."""
-    tx = optax.sgd(LR)
-    state, losses = tx.init(params), []
-    value_and_grad = jax.jit(jax.value_and_grad(loss))
-    for _ in range(steps):
-        value, gradients = value_and_grad(params)
-        updates, state = tx.update(gradients, state)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    return losses
+    return plain_loop(lambda params, _: loss(params), params, [X] * steps, optax.sgd(LR)).losses
 
 
 def plain_nnx(build, params, steps=3):

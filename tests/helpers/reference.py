@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.oracle import mean_of, plain_loop
 
 import jzero
 from models.llama import Llama, LlamaConfig
@@ -84,14 +85,6 @@ def batches(name):
 # ---------------------------------------------------------------------------------------------------- the oracle
 
 
-class Run(NamedTuple):
-    losses: np.ndarray
-    norms: np.ndarray
-    start: dict
-    params: dict
-    mu: dict
-
-
 @lru_cache
 def initial(name):
     return jax.device_get(jax.jit(model(name).init)(jax.random.key(0)))
@@ -101,26 +94,9 @@ def initial(name):
 def reference(name):
     """The plain loop."""
     tx = optax.chain(optax.clip_by_global_norm(CLIP[name]), optax.adamw(LR, weight_decay=DECAY))
-
-    def mean(params, batch):
-        loss = model(name).loss(params, batch, None)
-        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
-
-    def update(params, opt_state, batch):
-        loss, gradient = jax.value_and_grad(mean)(params, batch)
-        updates, opt_state = tx.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(gradient)
-
-    update = jax.jit(update)
-    params, losses, norms = initial(name), [], []
-    opt_state = tx.init(params)
-    for batch in batches(name):
-        params, opt_state, loss, norm = update(params, opt_state, batch)
-        losses.append(float(loss))
-        norms.append(float(norm))
-    assert min(norms) < CLIP[name] < max(norms), (name, norms)
-    mu = optax.tree.get(opt_state, "mu")
-    return Run(np.array(losses), np.array(norms), initial(name), *jax.device_get((params, mu)))
+    run = plain_loop(mean_of(model(name)), initial(name), batches(name), tx)
+    assert min(run.norms) < CLIP[name] < max(run.norms), (name, run.norms)
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------- layouts
@@ -240,11 +216,11 @@ def check_against_reference(name, layout, **more):
     np.testing.assert_allclose(norms, run.norms, rtol=1e-6)
     # Adam's first moment is linear in the gradients: what differs is the order of their sums, 1e-7 of the largest
     # terms, more where they cancel (measured: 6e-6 of a leaf's norm).
-    mu = optax.tree.get(state.opt_state, "mu")
-    assert leaf_errors(mu, run.mu, jax.tree.map(np.zeros_like, run.mu)) < 2e-5
+    mu, known = (optax.tree.get(one.opt_state, "mu") for one in (state, run))
+    assert leaf_errors(mu, known, jax.tree.map(np.zeros_like, known)) < 2e-5
     # Its update divides by the root of the second, so an element whose gradient is rounding noise moves by a full
     # learning rate in a direction that is noise too. Hence norms of whole leaves (measured: 2e-5), not elements.
-    assert leaf_errors(state.params, run.params, run.start) < 1e-4
+    assert leaf_errors(state.params, run.params, initial(name)) < 1e-4
 
 
 DECODER = Layout(3, 4, 2, unroll=False)

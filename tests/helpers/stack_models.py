@@ -1,10 +1,10 @@
 """Small language models as people write them: the GPT of Flax's tutorial, with its layers in a list or scanned."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from helpers.oracle import plain_loop
 
 VOCAB, LENGTH, WIDTH, HEADS, LAYERS, ROWS = 32, 8, 16, 2, 2, 16
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS, LENGTH + 1)).astype(np.int32)
@@ -101,10 +101,5 @@ def plain_nnx(module, params, tx):
 
 
 def plain(loss, params, tx, as_dict=lambda params: params):
-    losses, opt, run = [], tx.init(params), jax.jit(jax.value_and_grad(loss))
-    for batch in BATCHES:
-        value, gradients = run(params, batch)
-        updates, opt = tx.update(gradients, opt, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    return losses, as_dict(params)
+    run = plain_loop(loss, params, BATCHES, tx)
+    return list(run.losses), as_dict(run.params)

@@ -1,7 +1,7 @@
-"""Unmodified models for tensor and context parallelism, and the plain single-device loop to compare with.
+"""Unmodified models for tensor and context parallelism, and the comparison of a layout with the plain loop.
 
-The oracle never calls jzero: value_and_grad of the model's own loss, SGD, one device. SGD's parameters are linear in
-the gradients, so that an error in one shows at its own size.
+The oracle is `helpers.oracle` with the model's own loss. SGD's parameters are linear in the gradients, so that an error
+in one shows at its own size.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from helpers.oracle import largest_error, mean_of, plain_loop, train
 
 import jzero
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -175,62 +176,69 @@ def initial(name):
     return jax.device_get(jax.jit(model(name).init)(jax.random.key(0)))
 
 
+OPTIMIZERS = {  # name: (changes of the config, the same in optax)
+    "SGD": ({}, optax.sgd(LR)),
+    "clipped": ({"gradient_clipping": 0.5}, optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(LR))),
+    "AdamW": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}}},
+        optax.adamw(1e-2, weight_decay=0.1, eps=1e-3),
+    ),
+    "frozen": ({"frozen_parameters": ["attn/query", "embed"]}, optax.sgd(LR)),
+}
+
+
 @lru_cache
-def reference(name):
-    """([(loss, gradient norm)], parameters) of the plain loop."""
-    params = initial(name)
+def reference(name, optimizer="SGD"):
+    """What the plain loop does with a model."""
+    config, tx = OPTIMIZERS[optimizer]
+    frozen = config.get("frozen_parameters", ())
 
-    def mean(params, batch):
-        loss = model(name).loss(params, batch, None)
-        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    def constant(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return jax.lax.stop_gradient(x) if any(part in name for part in frozen) else x
 
-    @jax.jit
-    def update(params, batch):
-        loss, gradient = jax.value_and_grad(mean)(params, batch)
-        return jax.tree.map(lambda w, g: w - LR * g, params, gradient), loss, optax.tree.norm(gradient)
+    def loss(params, batch):
+        return mean_of(model(name))(jax.tree.map_with_path(constant, params), batch)
 
-    seen = []
-    for batch in batches(name):
-        params, loss, norm = update(params, batch)
-        seen.append((float(loss), float(norm)))
-    return np.array(seen), jax.device_get(params)
+    return plain_loop(loss, initial(name), batches(name), tx)
 
 
 def make_step(
-    name, *, stage=0, accum=1, remat="none", precision=None, unroll=True, dimensions=None, pipeline=None,
-    zero_section=None, checkpointing=None, attention="auto", regather=False, **mesh
+    subject, *, stage=0, accum=1, remat="none", unroll=True, dimensions=None, optimizer="SGD", more=None, **mesh
 ):  # fmt: skip
+    """A train step of a model, or of the one with this name; `more` are changes of the config, section by section."""
     degrees = {"data": 1, "zero": 1, **mesh}
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+    named = isinstance(subject, str)
     if dimensions is None:
-        dimensions = DIMENSIONS[name] if mesh.get("tensor", 1) > 1 else {}
+        dimensions = DIMENSIONS[subject] if named and mesh.get("tensor", 1) > 1 else {}
     config = {
         "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero_section or {})},
-        "activation_checkpointing": {"policy": remat, **(checkpointing or {})},
-        "stack": {"unroll": unroll}, "pipeline": pipeline or {},
-        "tensor_parallel": {"dimensions": dimensions, "regather": regather},
-        "context_parallel": {"attention": attention},
-        **(precision or {}),
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
+        "tensor_parallel": {"dimensions": dimensions}, **OPTIMIZERS[optimizer][0],
     }  # fmt: skip
-    return jzero.make_train_step(model(name), config, mesh=jzero.make_mesh(**degrees, devices=devices))
+    for key, section in (more or {}).items():
+        config[key] = config[key] | section if key in config else section
+    mesh = jzero.make_mesh(**degrees, devices=devices)
+    return jzero.make_train_step(model(subject) if named else subject, config, mesh=mesh)
 
 
-def errors(name, oracle=None, **layout):
-    """The largest relative error of losses and gradient norms, and of the parameters, leaf by leaf.
+def errors(name, oracle=None, optimizer="SGD", **layout):
+    """The largest relative error of losses and gradient norms; that of the parameters; the step.
 
     The oracle is another model, which computes the same.
     """
-    step = make_step(name, **layout)
-    state, seen = step.init(jax.random.key(0), initial(name)), []
-    for batch in batches(name):
-        state, metrics = step(state, batch)
-        seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    known, params = reference(oracle or name)
+    step = make_step(name, optimizer=optimizer, **layout)
+    seen, state = train(step, initial(name), batches(name))
+    known = reference(oracle or name, optimizer)
+    return np.abs(seen / known.seen - 1).max(), largest_error(state.params, known.params), step
 
-    def error(a, b):  # a key's bias has no gradient, so all of it is rounding: hence the floor
-        return np.abs(a - b).max() / max(np.abs(b).max(), 1e-2)
 
-    leaves = jax.tree.leaves(jax.tree.map(error, jax.device_get(state.params), params))
-    return np.abs(np.array(seen) / known - 1).max(), max(leaves), step, state
+def assert_one_device(name, **layout):
+    """Train in a layout as one device does; return the step."""
+    losses, parameters, step = errors(name, **layout)
+    assert losses < 1e-6
+    assert parameters < 2e-6  # one unit in the last place of an element is 1e-7 of the leaf; three steps add up
+    return step

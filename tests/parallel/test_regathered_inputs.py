@@ -1,7 +1,4 @@
-"""`tensor_parallel.regather`: the numbers of one device, one more all-gather for each product's input, fewer bytes.
-
-The oracle is plain JAX on one device (`helpers.tensor_models`).
-"""
+"""`tensor_parallel.regather`: one more all-gather for each product's input, fewer bytes; see also `test_one_device`."""
 
 import dataclasses
 import re
@@ -11,57 +8,28 @@ import jax.numpy as jnp
 import pytest
 from helpers import tensor_models
 from helpers.sampling import keep
-from helpers.tensor_models import BATCH, PACKED, SEQUENCE, Llama, errors, make_step
-
-from jzero.errors import ConfigError
-
-LAYOUTS = [
-    ("llama", {"tensor": 2}),
-    ("llama", {"tensor": 2, "zero": 2, "stage": 3}),
-    ("llama", {"tensor": 2, "zero": 2, "stage": 3, "unroll": False, "accum": 2}),
-    ("llama", {"tensor": 2, "context": 2, "zero": 2, "stage": 2}),
-    ("llama", {"tensor": 2, "zero": 2, "stage": 2, "remat": "matmuls"}),
-    ("nnx", {"tensor": 2, "zero": 2, "stage": 3}),
-    ("linen", {"tensor": 2, "zero": 2, "stage": 3}),
-    ("tiled", {"tensor": 2, "unroll": False}),
-    ("more", {"tensor": 2, "stage": 3, "zero": 2}),
-]
-SAMPLE = [LAYOUTS[2]]
-
-
-def name_of(value):
-    return "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value
-
-
-@pytest.mark.parametrize(("name", "layout"), keep(LAYOUTS, SAMPLE), ids=name_of)
-def test_one_device_computes_the_same(name, layout):
-    losses, parameters, *_ = errors(name, regather=True, **layout)
-    assert losses < 1e-6
-    assert parameters < 2e-6
-
-
-def test_a_pipeline_refuses_it():
-    with pytest.raises(ConfigError, match=r"mesh.tensor = 2 with tensor_parallel.regather = true and mesh.pipe = 2"):
-        make_step("llama", tensor=2, pipe=2, accum=4, regather=True)
-
+from helpers.tensor_models import BATCH, PACKED, SEQUENCE, Llama, make_step
 
 LAYERS, ROWS, LENGTH, WIDTH = 4, 16, 128, 128
 SHAPE = dataclasses.replace(PACKED, num_layers=LAYERS, d_model=WIDTH, num_heads=4, num_kv_heads=4, d_ff=2 * WIDTH)
+
+
+def lowered(name, rows, length, regather, **layout):
+    step = make_step(name, more={"tensor_parallel": {"regather": regather}}, **layout)
+    return step.lower({key: jax.ShapeDtypeStruct((rows, length), jnp.int32) for key in ("inputs", "labels")})
 
 
 def compiled(monkeypatch, regather, **layout):
     monkeypatch.setitem(tensor_models.ZOO, "wide", (Llama, SHAPE))
     monkeypatch.setitem(tensor_models.DIMENSIONS, "wide", {})
     tensor_models.model.cache_clear()
-    step = make_step("wide", tensor=4, unroll=False, regather=regather, **layout)
-    shapes = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("inputs", "labels")}
-    program = step.lower(shapes).compile()
+    program = lowered("wide", ROWS, LENGTH, regather, tensor=4, unroll=False, **layout).compile()
     gathers = len(re.findall(r" all-gather(?:-start)?\(", program.as_text()))
     products = len(re.findall(r" dot\(", program.as_text()))
     return gathers, products, program.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("layout", keep([{}, {"zero": 2, "stage": 3}], [{"zero": 2, "stage": 3}]), ids=name_of)
+@pytest.mark.parametrize("layout", keep([{}, {"zero": 2, "stage": 3}], [{"zero": 2, "stage": 3}]), ids=str)
 def test_two_gathers_a_layer_for_two_inputs_kept(monkeypatch, layout):
     """In a scanned layer, whose program is written once: [rows, length, width] in float32 twice.
 
@@ -76,10 +44,5 @@ def test_two_gathers_a_layer_for_two_inputs_kept(monkeypatch, layout):
 
 
 def test_without_the_axis_it_changes_nothing():
-    texts = [
-        make_step("nnx", zero=2, stage=3, regather=regather)
-        .lower({name: jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32) for name in ("inputs", "labels")})
-        .as_text()
-        for regather in (False, True)
-    ]
+    texts = [lowered("nnx", BATCH, SEQUENCE, regather, zero=2, stage=3).as_text() for regather in (False, True)]
     assert texts[0] == texts[1]

@@ -123,10 +123,8 @@ class Incomplete:
 
 
 def test_what_ran_on_whole_arrays_and_stage_1_without_zero():
-    mesh = jzero.make_mesh(tensor=2, zero=1, devices=DEVICES[:2])
-    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    step = jzero.make_train_step(Incomplete(), config | {"zero_optimization": {"stage": 1}}, mesh=mesh)
-    step(step.init(jax.random.key(0)), {"x": np.ones((4, 8), np.float32)})
+    step = make_step(Incomplete(), tensor=2, stage=1)
+    step(step.init(jax.random.key(0)), {"x": np.ones((BATCH, 8), np.float32)})
     text = jzero.report(step)
     assert "every parameter is replicated" not in text
     assert "stage 1, but mesh.zero = 1" in text
@@ -150,10 +148,8 @@ class OwnBackward(Incomplete):
 
 
 def test_what_ran_on_whole_arrays_in_a_backward_pass_alone():
-    mesh = jzero.make_mesh(tensor=2, zero=1, devices=DEVICES[:2])
-    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    step = jzero.make_train_step(OwnBackward(), config, mesh=mesh)
-    (found,) = moves(step.trace({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)}), mesh).whole
+    step = make_step(OwnBackward(), tensor=2)
+    (found,) = moves(step.trace({"x": jax.ShapeDtypeStruct((BATCH, 8), jnp.float32)}), step.mesh).whole
     assert found.startswith("igamma (test_tensor_report.py:")
 
 
@@ -221,12 +217,7 @@ def test_keys_that_change_nothing_are_named():
 
 
 def test_a_model_that_reads_what_is_passed_beside_the_batch():
-    config = {
-        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "tensor_parallel": {"dimensions": DIMENSIONS["nnx"]},
-    }  # fmt: skip
-    mesh = jzero.make_mesh(tensor=2, zero=1, devices=DEVICES[:2])
-    step = jzero.make_train_step(jzero.from_flax(Scaled), config, mesh=mesh)
+    step = make_step(jzero.from_flax(Scaled), tensor=2, dimensions=DIMENSIONS["nnx"])
     text = report_of(step, {name: x[:, :7] for name, x in batches()[0].items()}, {"scale": jnp.float32(2)})
     assert "mesh.tensor = 2 does not divide the sequence of 7" in text
 

@@ -1,6 +1,6 @@
 """A vocabulary or heads that `tensor` does not divide are whole on each device, and the run report names their price.
 
-The oracle (`helpers.tensor_models.reference`) is plain JAX on one device.
+The oracle (`helpers.oracle`) is plain JAX on one device.
 """
 
 import dataclasses
@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 from helpers import tensor_models
 from helpers.sampling import keep
-from helpers.tensor_models import WIDTH, errors, make_step
+from helpers.tensor_models import BATCH, WIDTH, assert_one_device, make_step
 
 import jzero
 from jzero.display.text_table import size_text
-from jzero.errors import ConfigError
 
 VOCAB, HEAD = 67, WIDTH // 4
 # The bytes of one device: tensor 2 halves a divided parameter, and zero 2 the masters and the gradients of each.
@@ -58,10 +57,7 @@ def lines_of(step):
 
 @pytest.mark.parametrize("name", keep(ODD, ["llama-odd"]))
 def test_one_device_computes_the_same_and_the_report_names_the_price(name):
-    losses, parameters, step, _ = errors(name, tensor=2, zero=2, stage=3)
-    assert losses < 1e-6
-    assert parameters < 2e-6
-    found = lines_of(step)
+    found = lines_of(assert_one_device(name, tensor=2, zero=2, stage=3))
     assert len(found) == len(ODD[name][2])
     for (parameter, size), (price, fits) in ODD[name][2].items():
         line = found[f"mesh.tensor = 2 does not divide the {size} of {parameter}"]
@@ -74,17 +70,6 @@ def test_what_is_left_of_a_table_is_divided():
     assert held["stack/mlp/up/kernel"] == ((), ("tensor",))
 
 
-def test_a_table_of_which_nothing_fits():
-    """Then the axis would divide nothing: 3 divides neither heads nor widths nor vocabulary."""
-    with pytest.raises(ConfigError, match=r"mesh.tensor = 3 does not divide the 67 of ends/embed \[67, 32\]"):
-        make_step("gpt2-odd", tensor=3)
-
-
-def test_a_table_in_the_config_must_fit():
-    with pytest.raises(ConfigError, match=r"tensor_parallel.dimensions\['embed'\] = 0: .* the 67 of ends/embed"):
-        make_step("gpt2-odd", tensor=2, dimensions={"embed": 0, "up/kernel": 1, "up/bias": 0})
-
-
 class Odd(nnx.Module):
     def __init__(self, rngs):
         self.odd, self.even = nnx.Linear(5, 3, rngs=rngs), nnx.Linear(3, 4, rngs=rngs)
@@ -95,12 +80,9 @@ class Odd(nnx.Module):
 
 def test_a_table_found_by_trying():
     """No dimension of the first kernel fits; masters, gradients and the copy in use are whole, at stage 0."""
-    batch = {"x": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((BATCH, 5), jnp.float32)}
     model = jzero.from_flax(Odd, lambda net, batch: (net(batch["x"]) ** 2).mean(), example_batch=batch)
-    config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    mesh = jzero.make_mesh(tensor=2, zero=1, devices=jax.devices()[:2])
-    step = jzero.make_train_step(model, config, mesh=mesh)
-    found = lines_of(step)
+    found = lines_of(make_step(model, tensor=2))
     assert list(found) == ["mesh.tensor = 2 does not divide any dimension of odd/kernel [5, 3]"]
     assert found.popitem()[1].startswith(f"{2 * 5 * 3 * 4 // 2} B more per device than divided")
 

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.pipelines import Decoder
 from helpers.sampling import keep
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.model import stack_loss
 from jzero.pipeline import vocab_parallel
 from models.llama import Llama, LlamaConfig
 
@@ -62,33 +62,6 @@ def test_cross_entropy_counts_the_labels_that_numpy_counts(dtype, rows):
     np.testing.assert_allclose(cross_entropy(x, head, narrow), expected, rtol=1e-6)
 
 
-class Decoder:
-    """Vocabulary-parallel ends around two layers."""
-
-    def __init__(self, rows):
-        self.rows, self.vocabulary = rows, {"embed": 0, "head": 1}
-
-    def init(self, rng):
-        keys = jax.random.split(rng, 3)
-        ends = {
-            "embed": jax.random.normal(keys[0], (self.rows, WIDTH)),
-            "head": jax.random.normal(keys[1], (WIDTH, self.rows)),
-        }
-        return {"ends": ends, "stack": {"w": jax.random.normal(keys[2], (2, WIDTH, WIDTH))}}
-
-    def prefix(self, ends, batch, rng):
-        return vocab_parallel.embed(ends["embed"], batch["inputs"])
-
-    def block(self, layer, x, rng):
-        return x + jnp.tanh(x @ layer["w"])
-
-    def suffix(self, ends, x, batch, rng):
-        return vocab_parallel.cross_entropy(x, ends["head"], batch["labels"])
-
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
-
-
 @pytest.mark.parametrize(("dtype", "rows"), keep(NARROW, NARROW[:1]))
 def test_a_pipeline_trains_on_narrow_tokens(dtype, rows):
     """The step's loss, against the formula in NumPy."""
@@ -99,15 +72,15 @@ def test_a_pipeline_trains_on_narrow_tokens(dtype, rows):
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     mesh = jzero.make_mesh(config, devices=jax.devices()[:STAGES])
-    step = jzero.make_train_step(Decoder(rows), config, mesh=mesh)
+    step = jzero.make_train_step(Decoder(2, vocab=rows), config, mesh=mesh)
     state = step.init(jax.random.key(0))
     params = jax.tree.map(np.float64, jax.device_get(state.params))
     tokens = np.random.default_rng(0).permutation(tokens_of(dtype, rows, negative=False)).reshape(4, 12)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
     x = params["ends"]["embed"][inputs]
-    for w in params["stack"]["w"]:
-        x = x + np.tanh(x @ w)
+    for w, b in zip(*(params["stack"][name] for name in "wb"), strict=True):
+        x = x + np.tanh(x @ w + b)
     logits = x @ params["ends"]["head"]
     losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
 

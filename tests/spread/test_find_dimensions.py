@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.oracle import train
 from helpers.sampling import keep
-from helpers.tensor_models import BATCH, DIMENSIONS, GPT, batches, initial, model, reference
+from helpers.tensor_models import DIMENSIONS, GPT, batches, initial, make_step, model, reference
 
 import jzero
 from jzero.errors import ConfigError
@@ -29,13 +30,8 @@ def dims_of(table, names):
 
 def moved(name, dimensions, inside=""):
     """Bytes on the wire that a traced step moves over the axis in this scope: an all-reduce counts twice."""
-    config = {
-        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "tensor_parallel": {"dimensions": dimensions},
-    }  # fmt: skip
-    mesh = jzero.make_mesh(tensor=2, zero=1, devices=jax.devices()[:2])
-    step = jzero.make_train_step(model(name), config, mesh=mesh)
-    found = moves(step.trace(batches(name)[0]), mesh).all
+    step = make_step(name, tensor=2, dimensions=dimensions)
+    found = moves(step.trace(batches(name)[0]), step.mesh).all
     return sum(m.total * (2 if m.kind == "all-reduce" else 1) for m in found if m.scope.startswith(inside))
 
 
@@ -85,20 +81,12 @@ def test_a_step_without_a_table_finds_one(stage):
     """`autotp_size` alone, as in DeepSpeed; the result is one device's."""
     examples = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batches()[0].items()}
     untold = jzero.from_flax(GPT, example_batch=examples)
-    config = {
-        "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "tensor_parallel": {"autotp_size": 2}, "mesh": {"zero": 2},
-    }  # fmt: skip
-    mesh = jzero.make_mesh(config, devices=jax.devices()[:4])
-    step = jzero.make_train_step(untold, config, mesh=mesh)
+    step = make_step(untold, tensor=2, zero=2, stage=stage, more={"tensor_parallel": {"autotp_size": 2}})
     found = step.config.tensor_parallel.dimensions
     assert dims_of(found, ["stack/up/kernel", "stack/down/kernel"]) == {"stack/up/kernel": 1, "stack/down/kernel": 0}
     assert 'tensor_parallel.dimensions, found by trying: {"^ends/' in re.sub(r"\s+", " ", jzero.report(step))
-    state = step.init(jax.random.key(0), initial("nnx"))
-    for batch, known in zip(batches(), reference("nnx")[0], strict=True):
-        state, metrics = step(state, batch)
-        np.testing.assert_allclose([float(metrics["loss"]), float(metrics["grad_norm"])], known, rtol=1e-6)
+    seen, _ = train(step, initial("nnx"), batches())
+    np.testing.assert_allclose(seen, reference("nnx").seen, rtol=1e-6)
 
 
 def test_layers_outside_of_a_stack_share_an_expression():

@@ -4,6 +4,7 @@ An upgrade of JAX may bring primitives without a rule; results stay right, but e
 traced with their gradients, not compiled.
 """
 
+import dataclasses
 from collections import Counter
 from functools import lru_cache, partial
 
@@ -13,34 +14,25 @@ import optax
 import pytest
 from flax import nnx
 from helpers.sampling import keep
-from helpers.tensor_models import DIMENSIONS, model
+from helpers.tensor_models import BATCH, DIMENSIONS, PACKED, SEQUENCE, WIDTH, batches, make_step, model
 from jax import lax
 from jax.sharding import PartitionSpec
 
 import jzero
 from experiments.resnet import ResNet
 from jzero.model import STACK
-from jzero.pipeline.module import LayerSpec, PipelineModule
 from jzero.planner.traced_collectives import moves
 from jzero.spread import ModelGroup, ShardedArray, spread
 from jzero.spread.division import Table, divided_dims, layer_shapes
 from jzero.tree import named
-from models.bert import Bert, BertConfig
-from models.decoder import Decoder
-from models.decoder_config import DecoderConfig
-from models.gpt2 import GPT2, GPT2Config
-from models.llama import Llama, LlamaConfig
+from models.llama import Llama
 from models.moe import MixtureConfig
-from models.vit import ViT, ViTConfig
 
-ROWS, SEQUENCE, TENSOR = 4, 8, 2
+ROWS, TENSOR, LAYERS = 4, 2, 2
 INT = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 FLOAT = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 TOKENS = INT((ROWS, SEQUENCE))
 IMAGES = {"images": FLOAT((ROWS, 16, 16, 4)), "labels": INT((ROWS,))}
-LAYERS, WIDTH = 2, 32
-MIXTURE = MixtureConfig(4, 2, 16, shared=16, capacity_factor=1.0, bias_rate=0.01)
-SHAPE = (LAYERS, WIDTH, 4, 64)
 
 
 def mesh():
@@ -50,12 +42,17 @@ def mesh():
 @lru_cache
 def of_step(name):
     """What a train step moves, and runs on whole arrays."""
-    make, batch, table = IN_A_STEP[name]
-    subject = make()
-    dimensions = {} if getattr(subject, "divided", None) else {"tensor_parallel": {"dimensions": table}}
-    config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **dimensions}
-    step = jzero.make_train_step(subject, config, mesh=mesh())
-    return moves(step.trace(batch), step.mesh)
+    kind = name.removesuffix(", packed")
+    if kind in OWN:
+        make, batch, table = OWN[kind]
+        subject = make()
+    else:
+        subject, batch, table = model(kind), batches(kind)[0], DIMENSIONS[kind]
+    if name in ("llama", "mixture"):
+        batch = {key: batch[key] for key in ("inputs", "labels")}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    step = make_step(subject, tensor=TENSOR, dimensions=table)
+    return moves(step.trace(shapes), step.mesh)
 
 
 def of_function(f, params, table, *inputs, stacked=False):
@@ -92,90 +89,34 @@ def of_function(f, params, table, *inputs, stacked=False):
 # ------------------------------------------------------------------ transformers, in a train step
 
 
-def llama(**changes):
-    config = LlamaConfig(LAYERS, WIDTH, 4, 2, 64, vocab_size=64, attention="xla", **changes)
+class Dropping(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(self.down(self.drop(nnx.gelu(self.up(x)))))
+
+
+def mixture():
+    config = dataclasses.replace(
+        PACKED, mixture=MixtureConfig(4, 2, 16, shared=16, capacity_factor=1.0, bias_rate=0.01)
+    )
     return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
 
 
-def with_dropout():
-    def loss(module, batch):
-        x = module(batch["x"])
-        return (x**2).mean()
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
-            self.drop = nnx.Dropout(0.3, rngs=rngs)
-
-        def __call__(self, x):
-            return x + self.drop(self.down(self.drop(nnx.gelu(self.up(x)))))
-
-    return jzero.from_flax(Net, loss)
-
-
-def layer_list():
-    layers = [LayerSpec(nnx.Linear, 32, 32), *[LayerSpec(Wide) for _ in range(2)], LayerSpec(nnx.Linear, 32, 8)]
-    return PipelineModule(layers, num_stages=1, loss_fn=lambda y, labels: ((y - labels) ** 2).mean())
-
-
-class Wide(nnx.Module):
-    def __init__(self, rngs):
-        self.norm, self.up = nnx.RMSNorm(32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
-        self.down = nnx.Linear(64, 32, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.silu(self.up(self.norm(x))))
-
-
-PAIRS = {"inputs": TOKENS, "labels": TOKENS}
-IN_A_STEP = {  # name: (model, batch, table)
-    "llama": (llama, PAIRS, None),
-    "llama, packed": (llama, PAIRS | {"segments": TOKENS}, None),
-    "mixture": (
-        lambda: jzero.from_flax(
-            lambda rngs: Decoder(
-                DecoderConfig(LAYERS, WIDTH, 4, 2, 64, vocab_size=64, attention="xla", mixture=MIXTURE), rngs=rngs
-            )
-        ),
-        PAIRS,
-        None,
-    ),
-    "gpt2": (
-        lambda: jzero.from_flax(
-            lambda rngs: GPT2(GPT2Config(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
-        ),
-        PAIRS,
-        None,
-    ),
-    "bert": (
-        lambda: jzero.from_flax(
-            lambda rngs: Bert(BertConfig(*SHAPE, vocab_size=64, max_positions=16, attention="xla"), rngs=rngs)
-        ),
-        PAIRS,
-        None,
-    ),
-    "vit": (
-        lambda: jzero.from_flax(
-            lambda rngs: ViT(
-                ViTConfig(*SHAPE, num_classes=8, image_size=16, patch_size=4, num_channels=4, attention="xla"),
-                rngs=rngs,
-            )
-        ),
-        IMAGES,
-        None,
-    ),
-    "nnx": (lambda: model("nnx"), PAIRS, DIMENSIONS["nnx"]),
-    "linen": (lambda: model("linen"), PAIRS, DIMENSIONS["linen"]),
-    "dropout": (with_dropout, {"x": FLOAT((ROWS, SEQUENCE, 32))}, {"up/kernel": 1, "up/bias": 0, "down/kernel": 0}),
-    "pipeline module": (
-        layer_list,
-        (FLOAT((ROWS, SEQUENCE, 32)), FLOAT((ROWS, SEQUENCE, 8))),
+OWN = {  # name: (model, batch, table)
+    "mixture": (mixture, batches("mixture")[0], {}),
+    "dropout": (
+        lambda: jzero.from_flax(Dropping, lambda module, batch: (module(batch["x"]) ** 2).mean()),
+        {"x": FLOAT((BATCH, SEQUENCE, 32))},
         {"up/kernel": 1, "up/bias": 0, "down/kernel": 0},
     ),
 }
+IN_A_STEP = ["llama", "llama, packed", "mixture", "gpt2", "bert", "vit", "nnx", "linen", "dropout", "layers"]
 
 
-@pytest.mark.parametrize("name", keep(IN_A_STEP, ["llama, packed", "mixture", "gpt2", "dropout", "pipeline module"]))
+@pytest.mark.parametrize("name", keep(IN_A_STEP, ["llama, packed", "mixture", "gpt2", "dropout", "layers"]))
 def test_a_train_step(name):
     assert of_step(name).whole == ()
 
@@ -191,14 +132,14 @@ def moved_in_layers(name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_a_layer_of_fused_weights_moves_as_megatrons(name):
     """Two all-gathers and two reduce-scatters of an activation forward, and as many backward; nothing else."""
-    activation, kinds = ROWS * SEQUENCE * WIDTH * 4, ("all-gather", "reduce-scatter")
+    activation, kinds = BATCH * SEQUENCE * WIDTH * 4, ("all-gather", "reduce-scatter")
     expected = {(part, kind, activation): 2 * LAYERS for part in ("forward", "backward") for kind in kinds}
     assert moved_in_layers(name) == expected
 
 
 def test_a_layer_of_an_odd_sequence_sums_instead():
     """A ViT's 17 tokens are whole on each device: two all-reduces a layer and direction, as in Megatron."""
-    sums = {(part, "all-reduce", ROWS * 17 * WIDTH * 4): 2 * LAYERS for part in ("forward", "backward")}
+    sums = {(part, "all-reduce", BATCH * 17 * WIDTH * 4): 2 * LAYERS for part in ("forward", "backward")}
     assert moved_in_layers("vit") == sums
 
 
@@ -292,7 +233,7 @@ def generate(decoder, layers, new, params, tokens):
 
 
 def test_a_decoder_with_a_cache():
-    decoder = llama()
+    decoder = model("llama")
     params = jax.eval_shape(decoder.init, jax.random.key(0))
     run = partial(generate, decoder, 2, 3)
     assert of_function(run, params, decoder.divided["tensor"], TOKENS, stacked=True) == []

@@ -1,7 +1,7 @@
 """Every layout against the plain single-device optax loop."""
 
 import re
-from itertools import combinations, product
+from itertools import product
 
 import jax
 import numpy as np
@@ -20,18 +20,12 @@ from helpers.reference import (
     prepare,
     reference,
 )
-from helpers.sampling import keep, sample
+from helpers.sampling import assert_pairs, keep, sample
 
 
 def test_the_layouts_are_a_covering_set():
-    levels = {
-        "stage": range(4), "zero": COUNTS, "accum": (1, 4), "remat": REMATS, "unroll": (True, False),
-        "precision": ("fp32", "bf16", "fp16"),
-    }  # fmt: skip
-    rows = [layout._asdict() for layout in LLAMA_LAYOUTS + DECODER_LAYOUTS]
-    for a, b in combinations(levels, 2):
-        missing = set(product(levels[a], levels[b])) - {(row[a], row[b]) for row in rows}
-        assert not missing, (a, b, missing)
+    levels = range(4), COUNTS, (1, 4), REMATS, (True, False), ("fp32", "bf16", "fp16")
+    assert_pairs(levels, LLAMA_LAYOUTS + DECODER_LAYOUTS)  # whose first fields these are
     for precision in ("fp32", "bf16"):
         seen = {(x.stage, x.zero) for x in LLAMA_LAYOUTS if x.precision == precision}
         assert seen == set(product(range(4), COUNTS))

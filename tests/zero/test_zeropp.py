@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.oracle import train
 from helpers.reference import Layout, assert_bitwise, batches, model, reference
 from helpers.sampling import keep, sample, some
 from jax.sharding import Mesh, PartitionSpec
@@ -148,12 +149,10 @@ def step_of(plus, layout, **more):
     )
 
 
-def train(step, steps=10):
-    state, losses = step.init(jax.random.key(0)), []
-    for batch in batches("decoder")[:steps]:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
+def run(step, steps=10):
+    """(state, losses)."""
+    seen, state = train(step, None, batches("decoder")[:steps])
+    return state, [*seen[:, 0]]
 
 
 NEAR = [Layout(3, 8, 2, unroll=False), Layout(3, 8, 1, "full")]
@@ -161,12 +160,10 @@ PARTS = [QWZ, QGZ, hpz(2), {**QWZ, **QGZ, **hpz(4)}]
 
 
 @pytest.mark.parametrize("plus", keep(PARTS, PARTS[3:]), ids=str)
-@pytest.mark.parametrize(
-    "layout", keep([Layout(3, 8, 2, unroll=False), Layout(3, 8, 1, "full")], [Layout(3, 8, 1, "full")])
-)
+@pytest.mark.parametrize("layout", keep(NEAR, NEAR[1:]))
 def test_losses_stay_near_those_of_the_plain_loop(plus, layout):
     """Nearer than the exact losses of neighbouring steps are to each other; and hpZ alone is exact."""
-    losses = train(step_of(plus, layout, gradient_clipping=0.53))[1]
+    losses = run(step_of(plus, layout, gradient_clipping=0.53))[1]
     exact = reference("decoder").losses
     distance = np.abs(np.array(losses) - exact).max()
     if plus == hpz(2):
@@ -184,9 +181,9 @@ HPZ = [
 
 @pytest.mark.parametrize(("layout", "more", "n"), some(HPZ, HPZ[:1]), ids=str)
 def test_hpz_is_stage_3_bit_for_bit(layout, more, n):
-    plain, losses = train(step_of({}, layout, **more), 3)
+    plain, losses = run(step_of({}, layout, **more), 3)
     step = step_of(hpz(n), layout, **more)
-    state, found = train(step, 3)
+    state, found = run(step, 3)
     assert found == losses
     batch = batches("decoder")[3]
     assert float(step.evaluate(state, batch)) == float(step_of({}, layout, **more).evaluate(plain, batch))
@@ -197,7 +194,7 @@ def test_hpz_is_stage_3_bit_for_bit(layout, more, n):
 def test_pipelines_have_all_parts(plus):
     layout, mesh = Layout(3, 4, 4), jzero.make_mesh(pipe=2)
     (plain, losses), (state, found) = (
-        train(
+        run(
             jzero.make_train_step(
                 model("decoder"),
                 layout.config(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **extra}),
@@ -222,7 +219,7 @@ def test_an_overflow_is_seen_through_the_codes():
     assert bool(metrics["skipped"])
 
 
-# ------------------------------------------------------------------------------------------- bytes, report, bad input
+# ------------------------------------------------------------------------------------------- bytes, report
 
 
 @pytest.mark.parametrize("frozen", [(), ("^stack/w",)])
@@ -258,26 +255,6 @@ def test_a_matrix_without_blocks_stays_exact_and_is_reported():
     assert not step.layouts["ends"]["scale"].rule.plus.weights
     assert step.layouts["ends"]["embed"].rule.plus.weights
     assert "not quantized, no blocks of 16 to 64 elements: ends/scale" in jzero.report(step)
-
-
-@pytest.mark.parametrize(
-    ("section", "more", "words"),
-    [
-        (QWZ, {}, ["zero_quantized_weights = true", "zero_optimization.stage = 2", "use stage 3"]),
-        (QGZ, {}, ["zero_quantized_gradients = true", "use stage 3"]),
-        (hpz(2), {}, ["zero_hpz_partition_size = 2", "use stage 3"]),
-        ({"stage": 3, **hpz(2)}, {"pipeline": {"gather": "step"}}, ['pipeline.gather = "step"', "remove one"]),
-        ({"stage": 3, **hpz(-1)}, {}, ["zero_hpz_partition_size = -1", "non-negative integer"]),
-        ({"stage": 3, "zero_quantized_weights": 2}, {}, ["zero_quantized_weights = 2", "true or false"]),
-        ({"stage": 3, "zero_quantized_nontrainable_weights": True}, {}, ["stored as int8", "leave it out"]),
-        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}, {}, ["LoCo", "leave it out"]),
-    ],
-    ids=str,
-)
-def test_bad_input(section, more, words):
-    with pytest.raises(jzero.ConfigError) as error:
-        jzero.Config.load({"zero_optimization": {"stage": 2, **section}, **more})
-    assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.parametrize("nothing", [0, 1, "auto"])

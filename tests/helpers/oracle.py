@@ -1,0 +1,69 @@
+"""The oracle of training in layouts: plain JAX and optax on one device; and how far a step is from it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+
+class Run(NamedTuple):
+    seen: np.ndarray  # [steps, (loss, norm of the gradient)]
+    params: Any
+    opt_state: Any
+
+    @property
+    def losses(self):
+        return self.seen[:, 0]
+
+    @property
+    def norms(self):
+        return self.seen[:, 1]
+
+
+def mean_of(model):
+    """The loss of a model as one number; a model may give (sum, count)."""
+
+    def mean(params, batch):
+        loss = model.loss(params, batch, None)
+        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+    return mean
+
+
+def plain_loop(loss, params, batches, tx):
+    """One step of optax for each batch; `loss(params, batch)` is a number."""
+
+    @jax.jit
+    def update(params, opt_state, batch):
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, (value, optax.tree.norm(gradient))
+
+    opt_state, seen = tx.init(params), []
+    for batch in batches:
+        params, opt_state, numbers = update(params, opt_state, batch)
+        seen.append([float(x) for x in numbers])
+    return Run(np.array(seen), *jax.device_get((params, opt_state)))
+
+
+def train(step, params, batches):
+    """([(loss, norm of the gradient)], state) of a train step from these parameters, or from its own if None."""
+    state, seen = step.init(jax.random.key(0), params), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        assert not metrics["skipped"]
+        seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return np.array(seen), state
+
+
+def largest_error(params, known):
+    """The largest difference of an element, relative to the largest one of its leaf.
+
+    That counts as at least 0.01: a key's bias has no gradient, so all of it is rounding.
+    """
+
+    def error(a, b):
+        return np.abs(a - b).max() / max(np.abs(b).max(), 1e-2)
+
+    return max(jax.tree.leaves(jax.tree.map(error, jax.device_get(params), known)))
