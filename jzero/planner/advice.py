@@ -38,14 +38,14 @@ from jzero.tree import PyTree
 from jzero.values.kinds import either
 
 WIDE = 2**24  # bytes in float32 per step that are worth a line
-SMALL, MANY = 2**20, 64  # bytes of a collective that is all latency; how many of one kind are worth a line
+LATENCY_BOUND, MANY = 2**20, 64  # bytes of a collective that is all latency; how many of one kind are worth a line
 LONG = 2048  # tokens from which the scores of XLA's attention matter
 _SYNCHRONOUS = re.compile(r' = .* reduce-scatter(?:-start)?\(.*"is_sync":true| = \S+ reduce-scatter\(')
 _RECOMPUTED = re.compile(r"^\s+%?[\w.\-]+\.remat\d*(?:\.\d+)* = ", re.MULTILINE)
 
 
 TRIES, WANTED, MOST_DOUBLINGS = 8, 2, 6  # programs that are compiled at most; configurations that are enough
-LARGE = 0.05  # of the buffers at the peak: worth a line
+NOTABLE_SHARE = 0.05  # of the buffers at the peak: worth a line
 
 
 def advice(
@@ -61,7 +61,7 @@ def advice(
     half, synchronous = step.config.precision != "fp32", len(_SYNCHRONOUS.findall(text))
     recomputed, small = len(_RECOMPUTED.findall(text)), Counter[str]()
     for row in collectives:
-        small[row.kind] += row.times * (row.bytes < SMALL)
+        small[row.kind] += row.times * (row.bytes < LATENCY_BOUND)
     gathers = collectives.select(kind="all-gather", dtype="f32")
     reduced = sum(collectives.select(kind=kind, dtype="f32").bytes for kind in ("reduce-scatter", "all-reduce"))
     where, name = next(iter(products.float32_by_line), ""), "bf16" if gpu.compute_capability >= (8, 0) else "fp16"
@@ -74,7 +74,7 @@ def advice(
         *(
             (
                 small[kind] > MANY,
-                f"{small[kind]} {kind} operations of a step are smaller than {size_text(SMALL)}, so latency "
+                f"{small[kind]} {kind} operations of a step are smaller than {size_text(LATENCY_BOUND)}, so latency "
                 "dominates; fix: a larger zero_optimization.stage3_param_persistence_threshold, or stack.unroll, so "
                 "that XLA combines them",
             )
@@ -245,7 +245,7 @@ def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
     if not found:
         lines = ["no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"]
     after_layers = sum(b.bytes for b in live.buffers if b.op_name.startswith(f"{SUFFIX}/"))
-    if after_layers > LARGE * live.peak_bytes:
+    if after_layers > NOTABLE_SHARE * live.peak_bytes:
         lines.append(
             f"{size_text(after_layers)} of the peak come after the last layer: computed tile by tile, logits "
             "and loss take a fraction: loss_tiles=8 of the decoders in jzero.models, jzero.tiled in models of your own"
@@ -253,7 +253,7 @@ def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
     moments = state_bytes(step).optimizer
     in_fp32 = step.precision.optimizer_state.itemsize == 4 and not step.setup.optimizer.callers
     on_device = step.config.zero_optimization.offload_optimizer.device == "none"
-    if in_fp32 and on_device and moments > LARGE * live.peak_bytes:
+    if in_fp32 and on_device and moments > NOTABLE_SHARE * live.peak_bytes:
         lines.append(
             f'{size_text(moments)} are the optimizer\'s state: optimizer.state_dtype = "bf16" or "fp8" keeps its '
             "moments in 2 bytes or 1 per element instead of 4, rounded at random"
@@ -313,7 +313,7 @@ def too_large(plan: PlanFacts) -> str:
 
 def _by_formula(plan: PlanFacts) -> Iterator[str]:
     """Yield what would fit: a smaller rest, a higher stage, more GPUs; nothing is compiled."""
-    step, most, name = plan.step, plan.memory.room.most, next(name for name, gpu in GPUS.items() if gpu == plan.gpu)
+    step, most, name = plan.step, plan.memory.usable.most, next(name for name, gpu in GPUS.items() if gpu == plan.gpu)
     rest = max(0, plan.memory.peak_bytes - state_bytes(step).total)
     if rest > most:
         policy = (step.config.activation_checkpointing and step.config.activation_checkpointing.policy) or "none"

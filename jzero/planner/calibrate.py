@@ -72,7 +72,7 @@ class Sizes:
         return [(s.d_model, qkv), (s.d_model, s.d_model), (s.d_model, 2 * s.d_ff), (s.d_ff, s.d_model)]
 
 
-SMALL = Sizes(preset="1b", rows=1, array=2**28)  # for GPUs of less than 40 GiB
+SMALL_GPU = Sizes(preset="1b", rows=1, array=2**28)  # for GPUs of less than 40 GiB
 
 
 def attention_kernel(device: jax.Device) -> Literal["cudnn", "xla"]:
@@ -134,7 +134,7 @@ def calibrate(
             "that finds them"
         )
     memory = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
-    return measured(Rates.of(gpu_key(devices[0])), devices, sizes or (SMALL if memory < _ENOUGH else Sizes()), log)
+    return measured(Rates.of(gpu_key(devices[0])), devices, sizes or (SMALL_GPU if memory < _ENOUGH else Sizes()), log)
 
 
 def measured(rates: Rates, devices: list[jax.Device], sizes: Sizes, log: Callable[[str], object]) -> Rates:

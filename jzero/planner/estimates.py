@@ -79,7 +79,7 @@ def outcome(task: Task, choice: Candidate) -> Estimate:
 
 def _figures(plan: Plan) -> dict[str, Any]:
     memory, names = plan.memory, ("step_s", "samples_per_s", "tokens_per_s_gpu", "mfu", "uncertainty")
-    found = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.room.most, "host_bytes": memory.host_bytes}
+    found = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable.most, "host_bytes": memory.host_bytes}
     return found | ({name: getattr(plan.time, name) for name in names} if plan.time else {"problem": plan.time_problem})
 
 
@@ -87,7 +87,7 @@ def _cached(prepared: Prepared, rates: Rates) -> Path:
     """Return the path of a program's figures: they depend on the program, the GPUs and the planner itself."""
     cluster, options = prepared.cluster, prepared.step.setup.compiler_options
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("XLA_")}
-    where = f"{cluster!r} {cluster.room.limit} {options} {settings} {rates!r} {_planner()}"
+    where = f"{cluster!r} {cluster.usable.limit} {options} {settings} {rates!r} {_planner()}"
     key = hashlib.sha256((where + prepared.lowered.as_text()).encode()).hexdigest()
     return cache_directory("plans") / f"{key[:32]}.json"
 

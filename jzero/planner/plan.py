@@ -129,7 +129,7 @@ class Prepared:
         with slow_work(f"compiling the step for {self.cluster}"), no_compilation_cache():
             compiled = self.lowered.compile()
         seconds = self.seconds + time.monotonic() - start
-        return replace(read_plan(self, compiled, self.cluster.room, rates), compile_s=seconds)
+        return replace(read_plan(self, compiled, self.cluster.usable, rates), compile_s=seconds)
 
 
 def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMemory, rates: Rates) -> Plan:
@@ -224,7 +224,7 @@ def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None =
     nodes = len({host_of(device) for device in devices})
     cluster = Cluster(gpu_key(devices[0]), nodes, len(devices) // nodes)
     prepared = Prepared(step, cluster, step.first.batch_shapes, traced, traced.lower(), 0.0)
-    there, rates = usable_memory_here() or cluster.room, rates or Rates.of(cluster.gpu)
+    there, rates = usable_memory_here() or cluster.usable, rates or Rates.of(cluster.gpu)
     plan = read_plan(prepared, prepared.lowered.compile(), there, rates)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     return replace(plan, measured=Measured(step_s, max(peaks)))

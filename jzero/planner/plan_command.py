@@ -92,7 +92,7 @@ def main(args: Namespace) -> int:
     if args.json != "-":
         with no_compilation_cache():
             batch = shapes(made.step.batch_sizes.train)
-            found = nearest(made.step, batch, made.memory.peak_bytes, made.memory.room.most)
+            found = nearest(made.step, batch, made.memory.peak_bytes, made.memory.usable.most)
         print(f"\n{nearest_text(found, made.step, made.memory.live)}")
     raise ConfigError(too_large(made))
 
@@ -163,7 +163,7 @@ def formula(model: Model, config: Config, cluster: Cluster) -> str:
     Raises:
       ConfigError: a config that does not fit the GPUs or itself.
     """
-    there, rows = cluster.room, []
+    there, rows = cluster.usable, []
     for stage, found in bytes_by_stage(model, config, devices=cluster.described()).items():
         sizes = (found.masters + found.optimizer - found.host, found.parameters, found.gradients, found.total)
         mark = "  <- the config's" if stage == config.zero_optimization.stage else ""
@@ -292,7 +292,7 @@ def search_text(found: Search) -> str:
 def needs(task: Task, found: Estimate) -> list[str]:
     """Return the lines about what a configuration needs of its GPUs and hosts."""
     host = f"needs {size_text(found.host_bytes)} of pinned host memory for each GPU"
-    return [fit_verdict(found.peak_bytes, task.cluster.room), *[host] * bool(found.host_bytes)]
+    return [fit_verdict(found.peak_bytes, task.cluster.usable), *[host] * bool(found.host_bytes)]
 
 
 def settings_json(choice: Candidate) -> str:

@@ -31,7 +31,7 @@ from jzero.planner.gpus import Cluster
 EQUAL = 0.03  # two estimates that differ by less are called equal
 MOST_NODES, MOST_STAGES = 2048, 64
 TRIED = 3  # of the leanest choices for one number of GPUs
-SLACK = 0.05  # of the memory: how far a prediction from other choices may be off
+PREDICTION_ERROR = 0.05  # of the memory: how far a prediction from other choices may be off
 INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE = (
     "not for this model", "model state too large", "slower even at the full rate of products",
     "predicted too large or too slow, from the compiled configs", "a larger micro-batch fits", "no time left",
@@ -91,7 +91,7 @@ def search_configs(
     """
     began = time.monotonic()
     bounds = Bounds(task)
-    choices = _OpenChoices(bounds, list(bounds.space.choices()), task.cluster.room.most, every)
+    choices = _OpenChoices(bounds, list(bounds.space.choices()), task.cluster.usable.most, every)
     if not choices.open:
         raise ConfigError(
             f"train_batch_size = {bounds.space.rows}: no mesh and micro-batch of {task.cluster.gpus} GPUs divides it"
@@ -145,7 +145,11 @@ class _OpenChoices:
         while True:
             self._drop()
             probing = {self._kind(choice) for choice in running} - self.activations.keys()
-            ready = [c for c in self.open if self._kind(c) not in probing and self._peak(c) <= (1 + SLACK) * self.most]
+            ready = [
+                c
+                for c in self.open
+                if self._kind(c) not in probing and self._peak(c) <= (1 + PREDICTION_ERROR) * self.most
+            ]
             if ready:
                 chosen = min(ready, key=self._promise)
                 self.open.remove(chosen)
@@ -349,7 +353,7 @@ def _hosts(task: Task) -> list[int]:
 
 def _leanest(task: Task) -> Iterator[Candidate]:
     """Yield the choices that need the least memory, by the formula, of those that it does not reject."""
-    bounds, most, needs = Bounds(task), task.cluster.room.most, {}
+    bounds, most, needs = Bounds(task), task.cluster.usable.most, {}
     for choice in bounds.space.choices():
         if choice.get(keys.POLICY, "full") != "full" or choice.get(keys.CHUNKS, 1) > 1:
             continue

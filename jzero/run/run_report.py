@@ -20,7 +20,7 @@ from jzero.display.text_table import size_text
 from jzero.distributed.machine import loaded_nccl
 from jzero.errors import mask, shorten, some_of
 from jzero.layout.sharding import ParamLayout
-from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, Plus
+from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, ZeroPlusPlus
 from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
 from jzero.model import weights_layout
 from jzero.optimizers import moments
@@ -125,7 +125,7 @@ def _zero(step: Any) -> str:
     return "; ".join([f"stage {stage}: parameters {gather}, gradients {reduce} {when}", *_plus(step.setup.plus)])
 
 
-def _plus(plus: Plus) -> Iterator[str]:
+def _plus(plus: ZeroPlusPlus) -> Iterator[str]:
     """Describe the parts of ZeRO++ in use."""
     if plus.secondary:
         yield f"gathered from a second copy, made once a step and partitioned among groups of {plus.secondary} (hpZ)"
@@ -335,7 +335,7 @@ def _fell_back(leaf: ParamLayout) -> bool:
     return leaf.why.startswith("no dimension")
 
 
-def _stays_exact(leaf: ParamLayout, plus: Plus) -> bool:
+def _stays_exact(leaf: ParamLayout, plus: ZeroPlusPlus) -> bool:
     matrix = leaf.dim is not None and len(leaf.shape) - leaf.stacked > 1 and not leaf.state
     return matrix and (leaf.rule.plus.weights, leaf.rule.plus.gradients) != (plus.weights, plus.gradients)
 

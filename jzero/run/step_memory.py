@@ -111,7 +111,7 @@ def _cells(path: tuple[str, ...], size: LeafBytes, host: bool) -> list[str]:
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's error when memory runs out
 
 
-def check_room(step: TrainStep) -> None:
+def check_memory(step: TrainStep) -> None:
     """Compare the peak of the step that is about to run with its device; devices without a limit are not checked.
 
     Raises:
@@ -123,7 +123,7 @@ def check_room(step: TrainStep) -> None:
 
 
 def check_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTree], skip: SkipWhen) -> None:
-    """Compile the step for the training data before it begins, and check its room, as `check_room` does.
+    """Compile the step for the training data before it begins, and check its memory, as `check_memory` does.
 
     Data without a length is not read ahead: its first step is checked.
 

@@ -74,8 +74,8 @@ def interpret(group: ModelGroup, closed: ClosedJaxpr, values: Sequence[ShardedAr
 
 
 def _run(group: ModelGroup, eqn: Equation, operands: list[ShardedArray]) -> list[ShardedArray]:
-    """Run an equation by its rule; the ledger gets its line."""
-    ledger, name = group.ledger, eqn.primitive.name
+    """Run an equation by its rule; the group's moves get its line."""
+    traced, name = group.traced, eqn.primitive.name
     if own := _named_axes(eqn) & group.degrees.keys():
         raise ConfigError(
             f"{source_line(eqn) or 'the model'}: {name} over the mesh axis {min(own)!r}: its devices act as one, "
@@ -87,10 +87,10 @@ def _run(group: ModelGroup, eqn: Equation, operands: list[ShardedArray]) -> list
     # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
     # a backward pass of the model's own, which must see the gradient, not this device's share of it.
     as_it_is = not in_fp8 and all(v.whole for v in operands) and not (group.size > 1 and has_own_backward(eqn))
-    before = ledger.line, ledger.primitive
-    ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name
+    before = traced.line, traced.primitive
+    traced.line, traced.primitive = source_line(eqn) or traced.line, name
     found = (replicated if as_it_is else RULES.get(name, replicated))(group, eqn, operands)
-    ledger.line, ledger.primitive = before
+    traced.line, traced.primitive = before
     return found
 
 

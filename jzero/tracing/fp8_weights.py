@@ -19,7 +19,7 @@ from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
 
-LARGE = 0.01  # of a layer's elements; smaller weights need no reason to stay in the compute dtype
+NOTABLE_SHARE = 0.01  # of a layer's elements; smaller weights need no reason to stay in the compute dtype
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def large_weights(section: Any, layouts: Sequence[Any], names: StoredNames | Non
 def _others(layer: PyTree, uses: dict[str, list[int]], excluded: frozenset[str], least: int) -> dict[str, str]:
     sizes, found = {f"{STACK}/{name}": prod(w.shape) for name, w in named(layer).items()}, {}
     for name, size in sizes.items():
-        if size < LARGE * sum(sizes.values()):
+        if size < NOTABLE_SHARE * sum(sizes.values()):
             continue
         smallest = min(uses.get(name, [0]))
         if name in excluded:

@@ -123,7 +123,7 @@ def test_what_is_cut():
 def test_a_batch_without_the_length_is_an_error():
     with pytest.raises(jzero.ConfigError, match=r"max_difficulty = 12.*second dimension \(x \[2, 7\], y \[2\]\)"):
         cut({"x": np.zeros((2, 7)), "y": np.zeros(2)})
-    assert cut(np.zeros((2, 7)), part=1).shape == (2, 7)
+    assert cut(np.zeros((2, 7)), part="labels").shape == (2, 7)
 
 
 # ------------------------------------------------------------------------------------------- training

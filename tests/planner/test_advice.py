@@ -102,7 +102,11 @@ def test_a_step_too_large_whose_stage_shards_nothing():
     step = jzero.make_train_step(Net(), config | {"mesh": {"data": 4, "zero": 1}}, mesh=mesh)
     size = state_bytes(step).total
     memory = SimpleNamespace(
-        room=SimpleNamespace(most=size - 256), peak_bytes=size, largest="masters", parts={"masters": 256}, verdict="no"
+        usable=SimpleNamespace(most=size - 256),
+        peak_bytes=size,
+        largest="masters",
+        parts={"masters": 256},
+        verdict="no",
     )
     line = too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=4, gpus_per_node=4, memory=memory))
     assert 'ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would fit, by the formula' in line

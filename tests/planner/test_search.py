@@ -195,7 +195,7 @@ class TestSearch:
         everything = []
         for choice, unroll in itertools.product(there.choices(), ({}, {keys.UNROLL: False})):
             everything.append(outcome(task(), choice | unroll))
-        fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].room(2).most]
+        fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].usable(2).most]
         compiled.clear()
         if not fitting:
             with pytest.raises(ConfigError, match="the smallest needs"):
@@ -213,7 +213,7 @@ class TestSearch:
         there = list(SearchSpace(RAW, Cluster("h200", 1, 1), 4).choices())
         assert {choice[keys.STAGE] for choice in there} == {0}
         least = min(map(shared.memory, there))
-        pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].room(1).most / least)
+        pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].usable(1).most / least)
         monkeypatch.setattr(search_module, "Pool", pool)
         best = search_configs(task(each=1)).best
         assert best.choice[keys.OFFLOAD_OPTIMIZER] == "cpu"
@@ -253,7 +253,7 @@ class TestSearch:
 
         there = SearchSpace(raw, Cluster("h200", nodes, gpus), 4)
         least = min(of(task(nodes, gpus, raw)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
-        scale = 0.999 * GPUS["h200"].room(nodes * gpus).most / least
+        scale = 0.999 * GPUS["h200"].usable(nodes * gpus).most / least
         pool, *_ = machine(of, 0, scale)
         monkeypatch.setattr(search_module, "Pool", pool)
         found, outcome = smallest(task(each=4, raw=raw))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.distributed.host_collectives import agree
+from jzero.distributed.host_collectives import gather_texts
 from jzero.errors import some_of
 from jzero.events import Noticed
 from jzero.run.diagnosis.watch import Stream, WatchedRun
@@ -64,7 +64,7 @@ class Stragglers:
             since, before = self._mark
             parts = {part: 1000 * (now[part] - before[part]) / (number - since) for part in STEP}
             mine = Report(socket.gethostname(), parts, time_matmuls(self._mesh.local_devices))
-            reports = [Report(*json.loads(text)) for text in agree("stragglers", json.dumps(mine))]
+            reports = [Report(*json.loads(text)) for text in gather_texts("stragglers", json.dumps(mine))]
             for text in late(reports) + slow(reports):
                 self._stream.emit(Noticed(number, STRAGGLER, text))
         if self._mark is None or number % self._every == 0:
