@@ -26,9 +26,9 @@ from jzero.planner.collectives import Collectives
 from jzero.planner.gpus import GPU, GPUS, described_gpus
 from jzero.planner.memory import Live, memory
 from jzero.planner.plan_facts import PlanFacts
-from jzero.planner.products import Products
 from jzero.planner.state_bytes import bytes_by_stage, leaf_bytes, state_bytes
 from jzero.planner.traced_collectives import TracedCollective, TracedCollectives
+from jzero.planner.traced_matmuls import Matmuls
 from jzero.spread.matmuls import WHOLE_FACTOR
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep, make_train_step
@@ -49,13 +49,13 @@ NOTABLE_SHARE = 0.05  # of the buffers at the peak: worth a line
 
 
 def advice(
-    step: TrainStep, gpu: GPU, text: str, collectives: Collectives, products: Products, amount: Amount
+    step: TrainStep, gpu: GPU, text: str, collectives: Collectives, matmuls: Matmuls, amount: Amount
 ) -> tuple[str, ...]:
     """List the warnings.
 
     Args:
       text: the compiled program.
-      collectives, products: its collectives; the products of its trace.
+      collectives, matmuls: its collectives; the matmuls of its trace.
       amount: of the global batch.
     """
     half, synchronous = step.config.precision != "fp32", len(_SYNCHRONOUS.findall(text))
@@ -64,7 +64,7 @@ def advice(
         small[row.kind] += row.times * (row.bytes < LATENCY_BOUND)
     gathers = collectives.select(kind="all-gather", dtype="f32")
     reduced = sum(collectives.select(kind=kind, dtype="f32").bytes for kind in ("reduce-scatter", "all-reduce"))
-    where, name = next(iter(products.float32_by_line), ""), "bf16" if gpu.compute_capability >= (8, 0) else "fp16"
+    where, name = next(iter(matmuls.float32_by_line), ""), "bf16" if gpu.compute_capability >= (8, 0) else "fp16"
     checks = [
         (
             synchronous,
@@ -96,8 +96,8 @@ def advice(
             f'"communication_data_type": "{step.config.precision}" halves it',
         ),
         (
-            half and products.float32_share > 0.01,
-            f"{products.float32_share:.0%} of the products' FLOPs run in float32, most of them at {where}; fix: cast "
+            half and matmuls.float32_share > 0.01,
+            f"{matmuls.float32_share:.0%} of the matmuls' FLOPs run in float32, most of them at {where}; fix: cast "
             "its operands to the compute dtype",
         ),
         (

@@ -142,7 +142,7 @@ def measured(rates: Rates, devices: list[jax.Device], sizes: Sizes, log: Callabl
     rates = replace(rates, origin=MEASURED, source=_source(devices))
     with jax.default_device(devices[0]):
         rates = _products(rates, sizes)
-        log(f"products: {dict(rates.products)['f16'] / 1e12:.0f} TFLOP/s")
+        log(f"matmuls: {dict(rates.products)['f16'] / 1e12:.0f} TFLOP/s")
         rates = _attention(rates, sizes, devices[0])
         log(f"attention: forward {rates.attention_forward}, backward {rates.attention_backward}, FLOP/s by head width")
         rates = _memory(rates, sizes)

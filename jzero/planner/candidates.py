@@ -23,9 +23,9 @@ from jzero.model import Model
 from jzero.pipeline.schedules import make_schedule
 from jzero.planner.gpus import Cluster, described_gpus, gpu_devices
 from jzero.planner.named_models import Shapes, named_model
-from jzero.planner.products import products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import state_bytes
+from jzero.planner.traced_matmuls import matmuls
 from jzero.step.train_step import TrainStep, make_train_step
 
 Raw = Mapping[str, Any]  # a config's dict
@@ -232,7 +232,7 @@ class Bounds:
         policy = choice.get(POLICY) or value_at(self.raw, POLICY) or "none"
         if policy not in self._flops:  # of one row of the batch, from a trace for one device
             step = self._step(merged(self._alone(), {POLICY: policy}), gpu_devices(self.task.cluster.gpu, 1))
-            self._flops[policy] = products(step.trace(self.shapes(1))).flops
+            self._flops[policy] = matmuls(step.trace(self.shapes(1))).flops
         rate, busy = dict(self.task.rates.products)["f16"], self.pipeline(choice)[1]
         return self._flops[policy] * value_at(self.raw, TRAIN) / self.task.cluster.gpus / rate / busy
 

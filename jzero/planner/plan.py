@@ -26,11 +26,11 @@ from jzero.planner.memory import UsableMemory, usable_memory_here
 from jzero.planner.plan_facts import Measured, PlanFacts, PlannedTime, plan_record, planned_memory
 from jzero.planner.plan_page import plan_html, write_page
 from jzero.planner.plan_text import plan_text
-from jzero.planner.products import BACKWARD, FORWARD, Walk, products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import deepspeed_estimate, host_reads
 from jzero.planner.step_time import step_time
 from jzero.planner.traced_collectives import across_hosts, moves, whole_sequences
+from jzero.planner.traced_matmuls import BACKWARD, FORWARD, Walk, matmuls
 from jzero.step.batch import amount_of
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
@@ -148,7 +148,7 @@ def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMe
     except ValueError as error:  # a spelling that the reader of the program does not know
         problem = str(error)
     warnings = [
-        *advice(step, gpu, text, found, products(traced), amount),
+        *advice(step, gpu, text, found, matmuls(traced), amount),
         *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
         *gathered_sequences(moved, step.mesh, step.config.context_parallel.attention),
         *undivided_parameters(step),

@@ -128,7 +128,7 @@ def _method(plan: PlanFacts) -> list[str]:
     if plan.time:
         lines.append(
             f"Rates: {plan.time.origin}. Energy: the card's power limit, {plan.gpu.watts} W, all the time; no hosts, "
-            f"network or cooling. MFU: forward and backward products over the data sheet's {plan.gpu.tflops[0]:,.0f} "
+            f"network or cooling. MFU: forward and backward matmuls over the data sheet's {plan.gpu.tflops[0]:,.0f} "
             "TFLOP/s."
         )
     return lines

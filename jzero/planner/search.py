@@ -33,7 +33,7 @@ MOST_NODES, MOST_STAGES = 2048, 64
 TRIED = 3  # of the leanest choices for one number of GPUs
 PREDICTION_ERROR = 0.05  # of the memory: how far a prediction from other choices may be off
 INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE = (
-    "not for this model", "model state too large", "slower even at the full rate of products",
+    "not for this model", "model state too large", "slower even at the full rate of matmuls",
     "predicted too large or too slow, from the compiled configs", "a larger micro-batch fits", "no time left",
 )  # fmt: skip
 

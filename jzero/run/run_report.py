@@ -360,8 +360,8 @@ def _fallbacks(step: Any) -> list[str]:
         lines.append(f"optimizer section ({step.config.optimizer.type}{also}) not used: an optimizer was passed in")
     if float16_on_cpu(step.precision, step.mesh):
         lines.append(
-            "fp16 on CPU devices: products that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "
-            "jax.nn.dot_product_attention does) take XLA's default, since JAX has no such products there"
+            "fp16 on CPU devices: matmuls that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "
+            "jax.nn.dot_product_attention does) take XLA's default, since JAX has no such matmuls there"
         )
     if exact := [leaf.name for leaf in jax.tree.leaves(step.layouts) if _stays_exact(leaf, step.setup.plus)]:
         lines.append(f"not quantized, no blocks of {SMALLEST_BLOCK} to {BLOCK} elements: {some_of(exact, 4)}")

@@ -12,8 +12,8 @@ from jzero.errors import escaped, some_of
 from jzero.mesh import GROUP_AXES, group_size, present
 from jzero.model import STACK
 from jzero.planner.advice import gathered_sequences
-from jzero.planner.products import products
 from jzero.planner.traced_collectives import COLUMNS, across_hosts, moves, whole_sequences
+from jzero.planner.traced_matmuls import matmuls
 from jzero.run.report_text import align_columns, bullets
 from jzero.stored_names import numberless
 
@@ -54,7 +54,7 @@ def _half_precision(step: Any) -> list[str]:
     """List what is not in half precision in the first step that ran, and which arrays of its batch were cast."""
     if step.precision.compute.itemsize > 2 or step.traced is None:
         return []
-    found, lines = products(step.traced), []
+    found, lines = matmuls(step.traced), []
     name = step.config.precision
     if found.cast:
         arrays = ", ".join(array or "the batch" for array in found.cast)
@@ -62,7 +62,7 @@ def _half_precision(step: Any) -> list[str]:
     if found.float32:
         where = [f"{count} in {line}, {share:.0%}" for line, (count, share) in found.float32_by_line.items()]
         lines.append(
-            f"{found.float32} of {found.count} matrix products ({found.float32_share:.0%} of the FLOPs) run in float32 "
+            f"{found.float32} of {found.count} matmuls ({found.float32_share:.0%} of the FLOPs) run in float32 "
             f"under {name}, since an operand is float32: {some_of(where, 6)}. If you did not intend this, cast the "
             "operand to the dtype of the weights"
         )

@@ -197,7 +197,7 @@ def _unfit(parameter: str, what: str, size: int, axis: str, degree: int, others:
         f"{what}: mesh.{axis} = {degree} does not divide the {size} of {parameter}; "
         + (f"{smaller} does; or " if smaller > 1 else "")
         + f"leave the parameter out of the table ({axis}_parallel.dimensions replaces a model's own): it is "
-        "replicated, and each device computes its whole product"
+        "replicated, and each device computes its whole matmul"
     )
 
 

@@ -9,7 +9,7 @@ import jax
 
 from jzero._compat import inner_jaxprs
 from jzero.errors import ConfigError
-from jzero.kernels.fp8 import product
+from jzero.kernels.fp8 import matmul
 from jzero.kernels.fp8.quantized import Quantized
 from jzero.kernels.fusion.chains import Chains, form_of
 from jzero.kernels.trace import CALLS, ClosedJaxpr, Equation, Jaxpr, Read, Variable, run_equations
@@ -101,7 +101,7 @@ class _Chained:
     """
 
     def __init__(self, group: ModelGroup, jaxpr: Jaxpr, known: dict[Variable, ShardedArray]):
-        self._group, self._known, self._links = group, known, dict[Variable, product.GradientLink]()
+        self._group, self._known, self._links = group, known, dict[Variable, matmul.GradientLink]()
         alone = group.size == 1
         self.chains = Chains(jaxpr, lambda v: alone and v in known and isinstance(known[v].x, Quantized))
         self._sources = {v for chain in self.chains.of.values() for v, _ in chain.sources}
@@ -116,10 +116,10 @@ class _Chained:
         w, dtype = self._known[eqn.invars[1]].x, out.aval.dtype
         if chain and out not in self._sources:
             xs = chain.parts([self._known[v].x for v, _ in chain.sources])
-            y = product.mapped_fp8_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
+            y = matmul.mapped_fp8_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
         else:
             x = self._known[eqn.invars[0]]
             form = form_of(eqn.params["dimension_numbers"], (len(x.shape), len(w.shape)), 1)
             assert form is not None  # noqa: S101  # `Chains` asks for one
-            y, self._links[out] = product.linked_dot_general(x.x, w, form, dtype, self._group.casts(x))
+            y, self._links[out] = matmul.linked_dot_general(x.x, w, form, dtype, self._group.casts(x))
         return results(eqn, [y.reshape(out.aval.shape)], undivided(out.aval.ndim))

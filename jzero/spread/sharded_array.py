@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.kernels.fp8.product import Casts
+from jzero.kernels.fp8.matmul import Casts
 from jzero.kernels.fp8.quantized import Quantized
 
 Axes = tuple[str, ...]

@@ -69,9 +69,9 @@ class Noted:
         chosen = frozenset(name for name, sizes in uses.items() if min(sizes) >= least) - excluded
         if not chosen:
             raise ConfigError(
-                f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products with bfloat16 "
+                f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but matmuls with bfloat16 "
                 f"activations of fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; "
-                "lower min_size (smaller products gain nothing), let the model compute in bfloat16 (nnx.Embed has "
+                "lower min_size (smaller matmuls gain nothing), let the model compute in bfloat16 (nnx.Embed has "
                 "float32 results without dtype=jnp.bfloat16), or turn fp8 off"
             )
         self.choice = Choice(chosen, _others(layer, uses, excluded, least))
@@ -98,7 +98,7 @@ def _others(layer: PyTree, uses: dict[str, list[int]], excluded: frozenset[str],
         if name in excluded:
             found[name] = "excluded"
         elif not smallest:
-            found[name] = "not used in products with half-precision activations alone"
+            found[name] = "not used in matmuls with half-precision activations alone"
         elif smallest < least:
             found[name] = f"{smallest} in or out, below min_size = {least}"
     return found

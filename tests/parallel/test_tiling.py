@@ -15,8 +15,8 @@ from helpers.tensor_models import batches, errors, make_step
 
 import jzero
 from jzero.errors import ConfigError
-from jzero.planner.products import FORWARD, RECOMPUTED
 from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_matmuls import FORWARD, RECOMPUTED
 from models.llama import preset
 from models.moe import MixtureConfig
 

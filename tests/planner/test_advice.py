@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.planner import GPUS, described_gpus, products
+from jzero.planner import GPUS, described_gpus, matmuls
 from jzero.planner.advice import MANY, WIDE, advice, too_large
 from jzero.planner.collectives import Collective, Collectives
 from jzero.planner.state_bytes import state_bytes
@@ -40,7 +40,7 @@ def warn(text=CLEAN, rows=(), gpu="h100", net=None, **config):
     config = {"train_batch_size": 2, "optimizer": sgd, "bf16": {"enabled": True, "auto_cast": False}} | config
     mesh = jzero.make_mesh(config, devices=described_gpus("h100", 2))
     step = jzero.make_train_step(net or Net(), config, mesh=mesh)
-    found = products(step.trace({"x": jax.ShapeDtypeStruct((2, 8), np.float32)}))
+    found = matmuls(step.trace({"x": jax.ShapeDtypeStruct((2, 8), np.float32)}))
     return advice(step, GPUS[gpu], text, Collectives(tuple(rows)), found, TOKENS)
 
 

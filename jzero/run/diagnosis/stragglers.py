@@ -101,11 +101,11 @@ def slow(reports: Sequence[Report]) -> list[str]:
     """Describe the GPUs that take longer than the usual one for the same product.
 
     >>> slow([Report("a", {}, {"0": 2.0, "1": 2.1}), Report("b", {}, {"2": 2.9, "3": 2.0})])
-    ['straggler: device 2 on b computes a product in 2.90 ms, the median of 4 devices in 2.05']
+    ['straggler: device 2 on b computes a matmul in 2.90 ms, the median of 4 devices in 2.05']
     """
     times = {(r.host, name): ms for r in reports for name, ms in r.products.items()}
     usual = median(times.values()) if times else 0.0
-    listed = [f"device {name} on {host} computes a product in {ms:.2f} ms" for (host, name), ms in times.items()
+    listed = [f"device {name} on {host} computes a matmul in {ms:.2f} ms" for (host, name), ms in times.items()
               if ms > (1 + SLOW) * usual]  # fmt: skip
     return [f"{STRAGGLER}: {some_of(listed)}, the median of {len(times)} devices in {usual:.2f}"] if listed else []
 

@@ -19,7 +19,7 @@ from jax import lax
 import jzero
 from jzero.attention_kernels import kernel_note
 from jzero.planner import gpu_devices
-from jzero.planner.products import products
+from jzero.planner.traced_matmuls import matmuls
 from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose
 from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig
@@ -28,7 +28,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def count(f, *args):
-    return products(jax.jit(f).trace(*args))
+    return matmuls(jax.jit(f).trace(*args))
 
 
 A, B = jnp.ones((8, 16)), jnp.ones((16, 4))
@@ -85,7 +85,7 @@ def test_products_in_float32_are_listed_by_line():
         (f"f (test_products.py:{first + 3})", (1, pytest.approx(2 / 3))),
         (f"f (test_products.py:{first + 1})", (1, pytest.approx(1 / 6))),
     ]
-    assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matrix products, 83.3% of the FLOPs, in float32"
+    assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matmuls, 83.3% of the FLOPs, in float32"
 
 
 def test_a_model_is_found_wherever_it_is_installed():
@@ -173,7 +173,7 @@ def test_the_gpu_program_has_the_products_that_are_counted(model, auto_cast, cou
     step = jzero.make_train_step(MODELS[model](), config, mesh=jzero.make_mesh(devices=gpu_devices("h200", 2)))
     images = jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32)
     traced = step.trace({"images": images, "labels": jax.ShapeDtypeStruct((32,), jnp.int32)})
-    found = products(traced)
+    found = matmuls(traced)
     assert (found.count, found.float32) == (count, float32)
     assert library_calls(traced.lower().compile().as_text()) == (count, float32)
 
