@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46600,
-    "files": 253,
-    "statements": 27275,
+    "lines": 46664,
+    "files": 254,
+    "statements": 27285,
     "Any": 1173,
     "rooms": 38,
     "floors": 15,

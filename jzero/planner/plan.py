@@ -155,9 +155,10 @@ def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMe
         *across_hosts(moved, step.mesh),
     ]
     return Plan(
-        step, gpu, cluster.nodes, cluster.gpus_per_node, amount,
-        planned_memory(step, compiled, there), found, moved, planned, problem, tuple(warnings),
-        deepspeed_estimate(step), text, 0.0,
+        step=step, gpu=gpu, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, amount=amount,
+        memory=planned_memory(step, compiled, there), collectives=found, moves=moved, time=planned,
+        time_problem=problem, warnings=tuple(warnings), deepspeed_bytes=deepspeed_estimate(step), text=text,
+        compile_s=0.0,
     )  # fmt: skip
 
 

@@ -11,9 +11,9 @@ of an array that is whole arrives in shares, one on each device, whose sum it is
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial as apply
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,7 +29,9 @@ Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]  # for every dimension the axes that divide it, the major one first
 
 
-@apply(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["shape", "dims", "partial", "weight"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["shape", "dims", "partial", "weight"]
+)
 @dataclass(frozen=True, eq=False)
 class ShardedArray:
     """An array of the group; a pytree, so that it passes through scans and checkpoints.

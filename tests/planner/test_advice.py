@@ -9,8 +9,9 @@ import pytest
 
 import jzero
 from jzero.planner import GPUS, described_gpus, matmuls
-from jzero.planner.advice import MANY, WIDE, advice, too_large
+from jzero.planner.advice import MANY, WIDE, advice
 from jzero.planner.collectives import Collective, Collectives
+from jzero.planner.nearest import too_large
 from jzero.planner.state_bytes import state_bytes
 from jzero.step.batch import Amount
 
