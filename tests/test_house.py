@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46664,
+    "lines": 46693,
     "files": 254,
-    "statements": 27285,
-    "Any": 1173,
+    "statements": 27278,
+    "Any": 1180,
     "rooms": 38,
     "floors": 15,
     "arrows": 236,

@@ -66,7 +66,7 @@ def test_a_clean_program_has_none():
         ("are reduced in float32", {"rows": [collective("reduce-scatter", "f32", 2 * WIDE)]}),
         (f"{MANY + 1} all-reduce operations", {"rows": [collective("all-reduce", size=9, loops=(MANY + 1,))]}),
         ("XLA recomputes 2 operations", {"text": CLEAN + "  %a.remat = f32[] f(%x)\n  %b.2.remat3 = f32[] f(%x)\n"}),
-        ("of the products' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
+        ("of the matmuls' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
         ('fix: "bf16": {"enabled": true}', {"bf16": {"enabled": False}}),
         ('fix: "fp16"', {"bf16": {"enabled": False}, "gpu": "t4"}),
         (

@@ -82,8 +82,8 @@ def test_products_in_float32_are_listed_by_line():
     lines = count(f, A, B).float32_by_line
     first = f.__code__.co_firstlineno
     assert list(lines.items()) == [
-        (f"f (test_products.py:{first + 3})", (1, pytest.approx(2 / 3))),
-        (f"f (test_products.py:{first + 1})", (1, pytest.approx(1 / 6))),
+        (f"f (test_traced_matmuls.py:{first + 3})", (1, pytest.approx(2 / 3))),
+        (f"f (test_traced_matmuls.py:{first + 1})", (1, pytest.approx(1 / 6))),
     ]
     assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matmuls, 83.3% of the FLOPs, in float32"
 
@@ -105,7 +105,7 @@ def test_products_inside_of_jaxs_and_jzeros_functions_have_the_line_of_the_call(
 
     first = f.__code__.co_firstlineno
     for traced in (f, jax.grad(f)):
-        assert {p.where for p in count(traced, A, B).all} == {f"f (test_products.py:{first + i})" for i in (1, 2)}
+        assert {p.where for p in count(traced, A, B).all} == {f"f (test_traced_matmuls.py:{first + i})" for i in (1, 2)}
 
 
 def test_the_newest_line_of_the_model_counts():
@@ -115,7 +115,7 @@ def test_the_newest_line_of_the_model_counts():
     def f(x, w):
         return helper(x, w)
 
-    line = f"helper (test_products.py:{helper.__code__.co_firstlineno + 1})"
+    line = f"helper (test_traced_matmuls.py:{helper.__code__.co_firstlineno + 1})"
     assert [p.where for p in count(f, A, B).all] == [line]
     own = jzero.Operation(helper, lambda group, x, w: None)
     assert [p.where for p in count(lambda x, w: own(x, w), A, B).all] == [line]
