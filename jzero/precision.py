@@ -144,5 +144,5 @@ def check_fp8(config: Any, precision: Precision, device: jax.Device) -> None:
     if _is_below(device, 8.9):
         raise ConfigError(
             f"fp8.enabled = true on {device.device_kind} (compute capability {device.compute_capability}): fp8 "
-            "products need 8.9 or higher (Ada, Hopper, Blackwell); turn fp8 off"
+            "matmuls need 8.9 or higher (Ada, Hopper, Blackwell); turn fp8 off"
         )

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46575,
-    "files": 253,
-    "statements": 27282,
-    "Any": 1173,
+    "lines": 46707,
+    "files": 254,
+    "statements": 27286,
+    "Any": 1180,
     "rooms": 38,
     "floors": 15,
     "arrows": 236,

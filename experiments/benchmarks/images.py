@@ -21,7 +21,7 @@ from flax import nnx
 
 import jzero
 from experiments.resnet import MACS, ResNet
-from jzero.planner import gpu_devices, memory, products
+from jzero.planner import gpu_devices, matmuls, memory
 from jzero.step.update import NEVER
 from models.vit import ViT, ViTConfig
 
@@ -170,7 +170,7 @@ def run_torch(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def program(traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    found = products(traced)
+    found = matmuls(traced)
     return {
         "planned_gib": gib(memory(compiled).peak),
         "products": found.count,

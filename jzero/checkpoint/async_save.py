@@ -1,9 +1,9 @@
 """Asynchronous saves: a snapshot now, the files in a thread while training continues.
 
 Several processes commit in two phases. In the first, every process writes its part of the arrays into the shared draft.
-Then all exchange errors (`anyone`, which is a barrier too). Only if no process failed does process 0 run the second
-phase: merge Orbax's metadata, add the notes, rename the draft. A second exchange tells all processes the outcome, so a
-save succeeds on every process or fails on every process.
+Then all exchange errors (`share_problem`, which is a barrier too). Only if no process failed does process 0 run the
+second phase: merge Orbax's metadata, add the notes, rename the draft. A second exchange tells all processes the
+outcome, so a save succeeds on every process or fails on every process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jzero.checkpoint.orbax_trees import nest, silence_orbax
 from jzero.checkpoint.snapshot import copy_to_pinned_memory, has_room, snapshot
 from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
-from jzero.distributed.host_collectives import agree, anyone
+from jzero.distributed.host_collectives import gather_texts, share_problem
 from jzero.errors import CheckpointError, ConfigError, in_a_line, with_type
 from jzero.layout.offload import on_host
 from jzero.stored_names import stored_names
@@ -228,7 +228,7 @@ def _agree_on_path(
     except OSError as error:
         problem = f"checkpoint {path} cannot be written: {error.strerror}: {error.filename}"
     mine = [str(directory), str(tag), room, earlier, mistake, problem]
-    reports = [json.loads(text) for text in agree("saving a checkpoint", json.dumps(mine), TIMEOUT)]
+    reports = [json.loads(text) for text in gather_texts("saving a checkpoint", json.dumps(mine), TIMEOUT)]
     directories, tags, rooms, failed, mistakes, problems = zip(*reports, strict=True)
     errors: list[ConfigError | CheckpointError] = [*map(ConfigError, filter(None, mistakes))]
     errors += map(CheckpointError, filter(None, problems))
@@ -322,9 +322,9 @@ def _complete(path: Path, copies: dict[str, jax.Array], finish: Callable[[], Non
         return None
 
     try:
-        error = anyone("a checkpoint's arrays", failure(arrays))
+        error = share_problem("a checkpoint's arrays", failure(arrays))
         if not error:
-            error = anyone("a checkpoint's end", failure(complete) if jax.process_index() == 0 else None)
+            error = share_problem("a checkpoint's end", failure(complete) if jax.process_index() == 0 else None)
     finally:
         for one in present:
             one.close()

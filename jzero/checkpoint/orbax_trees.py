@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +21,8 @@ from jax.sharding import Sharding
 
 from jzero.checkpoint.directory import NOTES, STATE, local_path
 from jzero.checkpoint.snapshot import layer_sharding
-from jzero.distributed.host_collectives import anyone, check_same, together
-from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
+from jzero.distributed.host_collectives import check_same, read_on_all, run_on_all
+from jzero.errors import ConfigError, some_of
 from jzero.model import ENDS, STACK
 from jzero.tree import PyTree, differences, named, path_name
 
@@ -88,27 +88,6 @@ def stack_layers(layers: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     return jax.jit(jnp.stack, out_shardings=sharding)(layers)
 
 
-def all_or_none(what: str, work: Callable[[], T], of: object = "") -> T:
-    """Run `work` on every process; if it raises on any process, every process raises a CheckpointError.
-
-    Args:
-      what: the name of the work, the same on all processes.
-      work: called once.
-      of: the object of the work; may differ between processes.
-    """
-    result: T | None = None
-    problem: str | None = None
-    try:
-        result = work()
-    except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else f"{f'{what} {of}'.strip()}: {in_a_line(error)}"
-        if jax.process_count() > 1:
-            problem += f" (process {jax.process_index()})"
-    if problem := anyone(what, problem):
-        raise CheckpointError(problem)
-    return result  # type: ignore[return-value]  # no process had a problem, so work returned
-
-
 def read_params(directory: str | os.PathLike, model: Any, shapes: PyTree, shardings: PyTree) -> PyTree:
     """Read the parameters of a model, each device its own part, in the dtypes of `shapes`. All processes call it.
 
@@ -123,15 +102,15 @@ def read_params(directory: str | os.PathLike, model: Any, shapes: PyTree, shardi
     """
     silence_orbax()
     check_same(TOPIC, {"params": str(directory)})
-    path = together(TOPIC, lambda: _find(local_path(directory, "params")))
-    saved = all_or_none(TOPIC, lambda: ocp.PyTreeCheckpointHandler().metadata(path).tree, path)
+    path = run_on_all(TOPIC, lambda: _find(local_path(directory, "params")))
+    saved = read_on_all(TOPIC, lambda: ocp.PyTreeCheckpointHandler().metadata(path).tree, path)
     parts = _match(path, saved, model, shapes)
     wanted = {}
     for (name, shape), sharding in zip(named(shapes).items(), jax.tree.leaves(shardings), strict=True):
         for source, one in parts[name].items():
             to = sharding if one == shape.shape else layer_sharding(sharding, shape.shape)
             wanted[source] = ocp.ArrayRestoreArgs(sharding=to, dtype=shape.dtype)
-    read = all_or_none(TOPIC, lambda: read_arrays(path, saved, wanted), path)
+    read = read_on_all(TOPIC, lambda: read_arrays(path, saved, wanted), path)
 
     def leaf(way: tuple, shape: Any, sharding: Any) -> jax.Array:
         layers = [read.pop(source) for source in parts[path_name(way)]]

@@ -19,8 +19,8 @@ from jax.sharding import Sharding
 from jzero.checkpoint.async_save import wait_ignoring_errors
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
-from jzero.checkpoint.orbax_trees import all_or_none, nest, read_arrays, silence_orbax
-from jzero.distributed.host_collectives import agree, check_same, together
+from jzero.checkpoint.orbax_trees import nest, read_arrays, silence_orbax
+from jzero.distributed.host_collectives import check_same, gather_texts, read_on_all, run_on_all
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.tree import differences
 
@@ -59,11 +59,11 @@ class Checkpoint:
         """
         wait_ignoring_errors()
         check_same("reading a checkpoint", {"directory": str(directory), "tag": tag})
-        path = together("reading a checkpoint", lambda: find_checkpoint(directory, tag))
+        path = run_on_all("reading a checkpoint", lambda: find_checkpoint(directory, tag))
         # A network file system may show hosts different contents of `latest`: process 0 decides.
-        path = path.with_name(agree("the checkpoint to read", path.name)[0])
-        found = all_or_none("reading the notes of checkpoint", lambda: cls(path), path)
-        if len(set(agree("a checkpoint's notes", str(found._fingerprint)))) > 1:
+        path = path.with_name(gather_texts("the checkpoint to read", path.name)[0])
+        found = read_on_all("reading the notes of checkpoint", lambda: cls(path), path)
+        if len(set(gather_texts("a checkpoint's notes", str(found._fingerprint)))) > 1:
             raise CheckpointError(f"checkpoint {path} differs between hosts: all hosts must share the directory")
         return found
 
@@ -103,7 +103,7 @@ class Checkpoint:
         """
         silence_orbax()
         wanted = {name: ocp.ArrayRestoreArgs(sharding=sharding) for name, sharding in shardings.items()}
-        read = all_or_none("reading", lambda: read_arrays(self.path / STATE, nest(self.dtypes), wanted), self.path)
+        read = read_on_all("reading", lambda: read_arrays(self.path / STATE, nest(self.dtypes), wanted), self.path)
         wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self.sums[n]]
         if wrong:
             raise CheckpointError(f"checkpoint {self.path} is damaged: wrong checksum of {', '.join(wrong)}")

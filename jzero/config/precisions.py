@@ -54,11 +54,11 @@ class BF16Config(Section):
 
 
 class FP8Config(Section):
-    """Products with the weights of the layer stack in fp8; needs `bf16`, and Hopper or Ada GPUs or newer.
+    """Matmuls with the weights of the layer stack in fp8; needs `bf16`, and Hopper or Ada GPUs or newer.
 
     `recipe` "current": each array is scaled by its own largest element; "delayed": activations and gradients by the
     largest of the last `amax_history_len` steps, which is faster. `format` is the dtype of gradients: "hybrid" e5m2,
-    "e4m3" as weights and activations have. A weight stays in bfloat16 if it is used for more than products, if
+    "e4m3" as weights and activations have. A weight stays in bfloat16 if it is used for more than matmuls, if
     it has less than `min_size` inputs or outputs, or if a regular expression of `exclude` matches its name.
     """
 

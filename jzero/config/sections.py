@@ -111,7 +111,7 @@ class ZeroConfig(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Recomputation in the backward pass: of a whole layer, or of the operations between its matrix products."""
+    """Recomputation in the backward pass: of a whole layer, or of the operations between its matmuls."""
 
     policy: Annotated[Policy | None, one_of(get_args(Policy), none=None)] = None
     cpu_checkpointing: Flag = False
@@ -158,7 +158,7 @@ class TensorParallelConfig(Section):
 
     `autotp_size` and `tp.tp_size` are other names of `mesh.tensor`; 0 and 1 leave it alone. `dimensions` maps regular
     expressions of names to dimensions, in a layer stack those of one layer. It replaces the model's own table,
-    `divided`; `tensor_parallel.partition_config` has DeepSpeed's rules instead. With `regather` the inputs of products
+    `divided`; `tensor_parallel.partition_config` has DeepSpeed's rules instead. With `regather` the inputs of matmuls
     are gathered over `tensor` again in the backward pass instead of kept whole; activation checkpointing does that
     anyway.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import floor
+from typing import Literal
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from jzero.tree import PyTree, named
 
 METRIC = "seqlen"  # DeepSpeed's name for the length
 Schedule = Callable[[int], int]
+Part = Literal["batch", "inputs", "labels"]
 
 
 def curriculum_of(config: Config) -> Curriculum | None:
@@ -96,28 +98,29 @@ class Curriculum:
             )
         return int(length)
 
-    def cut(self, batch: PyTree, step: int, *, part: int | None = None) -> PyTree:
+    def cut(self, batch: PyTree, step: int, *, part: Part = "batch") -> PyTree:
         """Cut a batch, or a micro-batch, to the length of a step.
 
         Every array whose second dimension is the longest length keeps that many columns. An array with one more column,
         for the next token, keeps one more. Other arrays stay as they are.
 
         Args:
-          part: 0 for the inputs of a criterion alone, 1 for its labels alone, which may have no such array; for others
-            that is an error.
+          part: "inputs" or "labels" for those of a criterion alone. Labels may have no such array; for others that is
+            an error.
         """
         batch, length = host_arrays(batch), self.length(step)
         if self.post_process is not None:
             return self.post_process(batch, {"curriculum_step": step, "current_difficulties": {METRIC: length}})
         beyond = {name: x.shape[1] - self.longest for name, x in named(batch).items() if np.ndim(x) > 1}
-        if part != 1 and not {0, 1} & set(beyond.values()):
+        if part != "labels" and not {0, 1} & set(beyond.values()):
             shapes = ", ".join(f"{name or 'batch'} {list(np.shape(x))}" for name, x in named(batch).items())
             raise ConfigError(
                 f"{self.path}.max_difficulty = {self.longest}: no array of the batch has this second dimension "
                 f"({shapes}): set it to the length of the sequences, or cut them with engine.set_data_post_process_func"
             )
 
-        at = () if part is None else (jax.tree_util.SequenceKey(part),)  # in the pair that the step sees
+        # Where the part is in the pair that the step sees.
+        at = () if part == "batch" else (jax.tree_util.SequenceKey(("inputs", "labels").index(part)),)
 
         def one(path: tuple, x: np.ndarray) -> np.ndarray:
             if np.ndim(x) < 2:

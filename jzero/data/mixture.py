@@ -19,7 +19,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, named
 
 Stage = Mapping[Hashable, float]  # the weight of each source
-SMALL = 2**16  # samples of a source whose permutation is kept; there may be many sources
+KEPT_SAMPLES = 2**16  # samples of a source whose permutation is kept; there may be many sources
 
 
 class Mixture:
@@ -98,7 +98,7 @@ class Mixture:
             epochs, at = np.divmod(samples[own], len(self.sources[k]))
             for epoch in np.unique(epochs).tolist() if self.shuffle else ():
                 now = epochs == epoch
-                at[now] = shuffled(at[now], len(self.sources[k]), seed, epoch, SMALL, self._permutations[k])
+                at[now] = shuffled(at[now], len(self.sources[k]), seed, epoch, KEPT_SAMPLES, self._permutations[k])
             indices[own] = at
         return which, indices
 

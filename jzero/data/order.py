@@ -79,7 +79,7 @@ def other_data(at: Position, samples: int) -> str:
     )
 
 
-SMALL = 2**20  # samples
+CACHED_SAMPLES = 2**20  # samples
 ENDLESS = 2**62  # the length of data that never end
 
 
@@ -94,7 +94,7 @@ _cached = lru_cache(maxsize=2)(permutation)
 
 def shuffled(
     numbers: np.ndarray, length: int, seed: int, epoch: int,
-    small: int = SMALL, permutation: Callable[[int, int, int], np.ndarray] = _cached,
+    small: int = CACHED_SAMPLES, permutation: Callable[[int, int, int], np.ndarray] = _cached,
 ) -> np.ndarray:  # fmt: skip
     """Return the samples at positions `numbers` of the epoch's random order.
 

@@ -28,14 +28,15 @@ from jzero.tree import PyTree
 
 T = TypeVar("T")
 PREFETCH = 2  # micro-batches
-LAST = 5.0  # seconds to wait for the thread at its end
+THREAD_TIMEOUT = 5.0  # seconds to wait for the thread at its end
 
 
 class Prefetcher(Iterator[T]):
     """Runs an iterator in a thread, PREFETCH elements ahead. What it raises, SystemExit included, reaches the consumer.
 
     The thread ends with `close()`, with this object or at Python's exit: a thread inside C++ at exit would abort the
-    process. A source that blocks is left alone after LAST seconds, so an executor, which waits for it, does not serve.
+    process. A source that blocks is left alone after THREAD_TIMEOUT seconds, so an executor, which waits for it, does
+    not serve.
     """
 
     def __init__(self, elements: Iterator[T]):
@@ -76,7 +77,7 @@ def _prefetch(
 def _end(thread: threading.Thread, stop: threading.Event) -> None:
     stop.set()
     if thread is not threading.current_thread():  # which may collect the object
-        thread.join(LAST)
+        thread.join(THREAD_TIMEOUT)
 
 
 @dataclass(frozen=True)

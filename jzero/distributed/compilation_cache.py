@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from jzero.distributed.host_collectives import agree
+from jzero.distributed.host_collectives import gather_texts
 from jzero.distributed.joining import hosts
 from jzero.files import cache_directory
 
@@ -49,15 +49,15 @@ def shared_directory() -> Path | None:
     """Return the directory for programs; None unless all processes want one and see the same one."""
     directory, leads = _directory(), jax.process_index() == 0
     own = hashlib.sha256(repr([os.getcwd(), sys.argv]).encode()).hexdigest()[:16]  # the same in the job's next start
-    job, mark = agree("compilation cache: job", f"{own} {uuid.uuid4().hex}")[0].split()
+    job, mark = gather_texts("compilation cache: job", f"{own} {uuid.uuid4().hex}")[0].split()
     if directory and jax.process_count() > 1:
         directory /= job
     if directory and leads:
         with contextlib.suppress(OSError):  # read-only, or full
             directory.mkdir(mode=0o700, exist_ok=True)
             (directory / mark).touch()
-    agree("compilation cache: marked", "")
-    seen = agree("compilation cache: seen", str(directory is not None and os.access(directory / mark, os.F_OK)))
+    gather_texts("compilation cache: marked", "")
+    seen = gather_texts("compilation cache: seen", str(directory is not None and os.access(directory / mark, os.F_OK)))
     if directory and leads:
         with contextlib.suppress(OSError):
             (directory / mark).unlink()

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from jzero import _compat
-from jzero.errors import ConfigError, LostProcessError, PassingError, in_a_line, some_of
+from jzero.errors import CheckpointError, ConfigError, LostProcessError, PassingError, in_a_line, some_of
 from jzero.files import lasts
 from jzero.tree import named
 
@@ -35,7 +35,7 @@ NOTICE = 30.0  # seconds after which a waiting process prints the processes that
 _turns: dict[str, int] = {}
 
 
-def agree(topic: str, text: str, timeout: float = 3600.0) -> list[str]:
+def gather_texts(topic: str, text: str, timeout: float = 3600.0) -> list[str]:
     """Gather every process's text, by rank. All processes must call it, in the same order for the same topic.
 
     Args:
@@ -62,7 +62,7 @@ def agree(topic: str, text: str, timeout: float = 3600.0) -> list[str]:
     return [texts[rank] for rank in range(jax.process_count())]
 
 
-def anyone(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
+def share_problem(topic: str, text: str | None, timeout: float = 3600.0) -> str | None:
     """Return one process's text, the same on all; None if all give None. Fast enough to call every step.
 
     Raises:
@@ -119,7 +119,7 @@ def published(key: str, seconds: float) -> dict[int, str]:
     return found
 
 
-def together(topic: str, work: Callable[[], T]) -> T:
+def run_on_all(topic: str, work: Callable[[], T]) -> T:
     """Return `work()`. If it raises a ConfigError or OSError on any process, every process raises a ConfigError."""
     problem = None
     try:
@@ -129,10 +129,31 @@ def together(topic: str, work: Callable[[], T]) -> T:
         if isinstance(error, OSError):
             passes, text = not lasts(error), f"{error.filename}: {error.strerror}" if error.filename else text
         problem = f"{'passing' if passes else 'lasting'}:{text}"
-    if problem := anyone(topic, problem):
+    if problem := share_problem(topic, problem):
         kind, _, text = problem.partition(":")
         raise (PassingError if kind == "passing" else ConfigError)(text)
     return result
+
+
+def read_on_all(what: str, work: Callable[[], T], of: object = "") -> T:
+    """Run `work` on every process; if it raises on any process, every process raises a CheckpointError.
+
+    Args:
+      what: the name of the work, the same on all processes.
+      work: called once.
+      of: the object of the work; may differ between processes.
+    """
+    result: T | None = None
+    problem: str | None = None
+    try:
+        result = work()
+    except Exception as error:
+        problem = str(error) if isinstance(error, CheckpointError) else f"{f'{what} {of}'.strip()}: {in_a_line(error)}"
+        if jax.process_count() > 1:
+            problem += f" (process {jax.process_index()})"
+    if problem := share_problem(what, problem):
+        raise CheckpointError(problem)
+    return result  # type: ignore[return-value]  # no process had a problem, so work returned
 
 
 def check_same(topic: str, values: Mapping[str, object]) -> None:
@@ -142,11 +163,11 @@ def check_same(topic: str, values: Mapping[str, object]) -> None:
       ConfigError: on every process, with each key that differs and its values by rank.
     """
     text = json.dumps(values, sort_keys=True, default=str)
-    hashes = agree(topic, hashlib.sha256(text.encode()).hexdigest())
+    hashes = gather_texts(topic, hashlib.sha256(text.encode()).hexdigest())
     if len(set(hashes)) == 1:
         return
     first = [hashes.index(one) for one in hashes]  # one process per distinct text sends all of it
-    texts = agree(f"{topic} differs", text if first[jax.process_index()] == jax.process_index() else "")
+    texts = gather_texts(f"{topic} differs", text if first[jax.process_index()] == jax.process_index() else "")
     flat = [_flat(json.loads(texts[rank])) for rank in first]
     problems = []
     for key in sorted(set().union(*flat)):

@@ -28,7 +28,7 @@ import jax
 
 from jzero import _compat
 from jzero.distributed import connections, heartbeat, last_words
-from jzero.distributed.host_collectives import agree
+from jzero.distributed.host_collectives import gather_texts
 from jzero.distributed.place import Place, find_place
 from jzero.errors import ConfigError, LostProcessError, PassingError, refuse_keywords, some_of
 
@@ -289,7 +289,7 @@ def hosts() -> list[int]:
     """
     if jax.process_count() == 1:
         return [0]
-    names = agree("hosts", os.environ.get("CROSS_RANK") or socket.gethostname())
+    names = gather_texts("hosts", os.environ.get("CROSS_RANK") or socket.gethostname())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 

@@ -58,7 +58,7 @@ def install() -> None:
         sys.excepthook = lambda *error: _end(before, *error)
 
 
-def passed(step: int) -> None:
+def record_step(step: int) -> None:
     """Record the global step that has just been taken."""
     global _step
     _step = step

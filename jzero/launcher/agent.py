@@ -2,9 +2,9 @@
 
 The command sends this file through ssh's standard input to a Python on every host, this machine included. So the agent
 uses only the standard library and the modules that it is sent with, needs nothing installed, and has the
-command's version. Then both sides exchange lines of JSON. If the command ends, or sends nothing for SILENCE seconds,
-the agent kills all processes of the job: it cannot know whether the command, the network or this host failed, and
-surviving processes would keep GPUs and ports.
+command's version. Then both sides exchange lines of JSON. If the command ends, or sends nothing for COMMAND_SILENCE
+seconds, the agent kills all processes of the job: it cannot know whether the command, the network or this host failed,
+and surviving processes would keep GPUs and ports.
 
 From the command: {"know": SECRET}, {"listen": [PORT or 0, ADDRESS or "" for all]}, {"connect": [[HOST, PORT], ...]},
 {"start": {...}}, {"signal": N}, {"dump": true}, {"stop": SECONDS}, {"sweep": JOB}, {"topology": true}, {"ping": true}.
@@ -34,7 +34,7 @@ import traceback
 from jzero.distributed import connections, machine
 from jzero.launcher import descendants
 
-SILENCE = 8.0  # seconds without a message from the command
+COMMAND_SILENCE = 8.0  # seconds without a message from the command
 
 
 def hello():
@@ -137,7 +137,7 @@ class Agent:
         while True:
             await asyncio.sleep(1)
             # Twice in a row: an agent that was itself suspended must first read the messages that have come meanwhile.
-            late = late + 1 if time.monotonic() - self.heard > SILENCE else 0
+            late = late + 1 if time.monotonic() - self.heard > COMMAND_SILENCE else 0
             if late == 2:
                 self.end()
             if self.job:

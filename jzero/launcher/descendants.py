@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-SILENCE = 8  # seconds without a sign of life of the agent
+PULSE_SILENCE = 8  # seconds without a sign of life of the agent
 START = 60  # seconds until the first one
 PATIENCE = 5.0  # seconds that killed processes have to end: the kernel first frees their memory
 
@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 def guarded(run: Callable[[int], object]) -> NoReturn:
     """Run `run(pulse)` in a child process, then kill all its descendants and end with its exit code.
 
-    The child writes to the file descriptor `pulse` as a sign of life; it is killed after SILENCE seconds without one.
+    The child writes to the file descriptor `pulse` as a sign of life; it is killed after PULSE_SILENCE seconds without.
     """
     adopt_orphans()
     read, pulse = os.pipe()
@@ -48,7 +48,7 @@ def guarded(run: Callable[[int], object]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     late = -START
-    while late <= SILENCE:  # counted, not measured: the guard of a suspended host is suspended too
+    while late <= PULSE_SILENCE:  # counted, not measured: the guard of a suspended host is suspended too
         if not select.select([read], [], [], 1)[0]:
             late += 1
         elif os.read(read, 4096):
@@ -59,7 +59,7 @@ def guarded(run: Callable[[int], object]) -> NoReturn:
     ended, status = os.waitpid(child, os.WNOHANG)
     code = os.waitstatus_to_exitcode(status) if ended else -signal.SIGKILL
     if code < 0:
-        why = f"did not run for {SILENCE} s" if late > SILENCE else f"was killed by signal {-code}"
+        why = f"did not run for {PULSE_SILENCE} s" if late > PULSE_SILENCE else f"was killed by signal {-code}"
         with contextlib.suppress(OSError):
             os.write(2, f"its agent {why}\n".encode())
     os._exit(128 - code if code < 0 else code)

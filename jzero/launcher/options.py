@@ -145,7 +145,7 @@ OTHERS = {
         ],
     ),
     "calibrate": Command(
-        "Measure the rates of this machine's GPUs and their links in about a minute: products, attention, "
+        "Measure the rates of this machine's GPUs and their links in about a minute: matmuls, attention, "
         "memory, collectives and one real step. Plans take the file.",
         [option("--out FILE", "default: rates.json", default="rates.json")],
     ),

@@ -29,7 +29,7 @@ from jzero.launcher.job import Job
 from jzero.launcher.link import unexpected
 from jzero.launcher.runner import Runner
 
-LAST = 8.0  # seconds after the grace until the command ends, whatever it does; its agents then kill their processes
+AFTER_GRACE = 8.0  # seconds until the command ends, whatever it does; its agents then kill their processes
 PAUSE = 15.0  # seconds until hosts with a fault are asked again
 EARLY = 60.0  # seconds: without a count of steps, only failures soon after the start are compared
 _PASSING = {SAVED, UNAVAILABLE, *(128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM))}
@@ -80,7 +80,7 @@ class Signals:
         self._seen += 1
         if self._deliver is None:  # nothing has been started yet
             os._exit(128 + number)
-        last = threading.Timer(LAST + (self._grace if self._seen == 1 else 0), self._end, (number,))
+        last = threading.Timer(AFTER_GRACE + (self._grace if self._seen == 1 else 0), self._end, (number,))
         last.daemon = True
         last.start()
         with contextlib.suppress(RuntimeError):  # the loop has ended

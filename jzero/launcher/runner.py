@@ -1,7 +1,7 @@
 """Run an attempt: start an agent on every host, check the hosts, start the processes, and bring the agents' messages.
 
-The command and its agents send each other a message every second. So each side notices within SILENCE seconds that the
-other side, or the network between them, has failed; the agent then kills its processes.
+The command and its agents send each other a message every second. So each side notices within seconds that the other
+side, or the network between them, has failed; the agent then kills its processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jzero.launcher.job import Job
 from jzero.launcher.link import Link, close_all, unexpected
 from jzero.launcher.output import Printer
 
-SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
+AGENT_SILENCE = 8.0  # seconds without a message from an agent after which its host counts as lost
 
 
 class Runner:
@@ -106,8 +106,8 @@ class Runner:
         self.tell(ping=True)
         for link in self.links():
             silence = time.monotonic() - link.heard
-            if link.open and silence > SILENCE:
-                self.attempt.fail(1, f"lost {link.host}: no message for {SILENCE:g} s", grace=1, silence=silence)
+            if link.open and silence > AGENT_SILENCE:
+                self.attempt.fail(1, f"lost {link.host}: no message for {AGENT_SILENCE:g} s", grace=1, silence=silence)
                 link.lost = True
                 link.close()
         self.attempt.tick()

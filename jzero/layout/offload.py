@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jzero._compat import backends_are_initialized, memory_view
 from jzero.config import Config
 from jzero.config.sections import ZeroConfig
-from jzero.distributed.host_collectives import together
+from jzero.distributed.host_collectives import run_on_all
 from jzero.distributed.joining import host_of, hosts
 from jzero.distributed.machine import memory_gb
 from jzero.distributed.place import find_place
@@ -171,7 +171,7 @@ def check_pinned(n_bytes: int, mesh: Mesh) -> None:
     of_device = n_bytes / 2**30
     of_host = of_device * sum(host_of(device) == here for device in mesh.devices.flat)
     # Memory, cgroup and environment may differ between hosts; no process goes on alone.
-    together("pinned memory", lambda: _compare(of_host, of_device))
+    run_on_all("pinned memory", lambda: _compare(of_host, of_device))
 
 
 def _compare(of_host: float, of_device: float) -> None:

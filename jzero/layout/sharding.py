@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jzero.config import Config
 from jzero.errors import ConfigError, some_of
 from jzero.layout.zero import RULES, Rule, stage_rule
-from jzero.layout.zeropp import NOTHING, Plus
+from jzero.layout.zeropp import NO_ZEROPP, ZeroPlusPlus
 from jzero.mesh import PIPE, ZERO, ZERO_AXES, present
 from jzero.model import ENDS, STACK, ModelFacts
 from jzero.stored_names import matches
@@ -97,7 +97,7 @@ class ParamLayout:
 
 
 def param_layouts(
-    facts: ModelFacts, config: Config, mesh: Mesh, plus: Plus = NOTHING,
+    facts: ModelFacts, config: Config, mesh: Mesh, plus: ZeroPlusPlus = NO_ZEROPP,
     divided: Mapping[str, Mapping[str, int]] | None = None,
 ) -> PyTree:  # fmt: skip
     """Decide the `ParamLayout` of every parameter; nothing else decides how a parameter is sharded.

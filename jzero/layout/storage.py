@@ -155,7 +155,7 @@ def keep_state(layout: ParamLayout, new: jax.Array, old: jax.Array) -> jax.Array
     # The replicas saw different rows: each device keeps its shard of the mean.
     if jnp.issubdtype(new.dtype, jnp.floating):
         return _scatter(layout, new / lax.psum(1, layout.group))
-    new = _first(new, layout.group)
+    new = _broadcast_first(new, layout.group)
     size = old.shape[layout.dim]
     return lax.dynamic_slice_in_dim(new, lax.axis_index(layout.group) * size, size, layout.dim)
 
@@ -166,10 +166,10 @@ def agree_on_state(layout: ParamLayout, new: jax.Array, mesh: Mesh) -> jax.Array
     axes = tuple(axis for axis in present(mesh, *BATCH_AXES) if axis not in layout.group)
     if not axes:
         return new
-    return lax.pmean(new, axes) if jnp.issubdtype(new.dtype, jnp.floating) else _first(new, axes)
+    return lax.pmean(new, axes) if jnp.issubdtype(new.dtype, jnp.floating) else _broadcast_first(new, axes)
 
 
-def _first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _broadcast_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Broadcast the first device's integers or bools along the axes; random keys are the same on all."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x

@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     # Prefix and suffix, and a model without a layer stack, are gathered whole for each micro-batch.
     gather: Literal["step", "layer"] | None
     scatter: Literal["step", "micro_batch"] | None  # None: an all-reduce, once a step
-    plus: zeropp.Plus = zeropp.NOTHING
+    plus: zeropp.ZeroPlusPlus = zeropp.NO_ZEROPP
 
 
 RULES = {
@@ -54,7 +54,7 @@ RULES = {
 }
 
 
-def stage_rule(stage: int, gather_once: bool = False, plus: zeropp.Plus = zeropp.NOTHING) -> Rule:
+def stage_rule(stage: int, gather_once: bool = False, plus: zeropp.ZeroPlusPlus = zeropp.NO_ZEROPP) -> Rule:
     """Return the rule of a ZeRO stage; with `gather_once` stage 3 gathers once a step, as stage 2 does."""
     rule = RULES[stage]._replace(plus=plus)
     return rule._replace(gather="step") if rule.gather and gather_once else rule

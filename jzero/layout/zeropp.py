@@ -35,7 +35,7 @@ WEIGHT_BITS, GRADIENT_BITS = 8, 4
 Groups = tuple[tuple[int, ...], ...] | None  # indices along `zero`; None: one group of all
 
 
-class Plus(NamedTuple):
+class ZeroPlusPlus(NamedTuple):
     """The parts of ZeRO++ that apply to a parameter.
 
     Attributes:
@@ -50,7 +50,7 @@ class Plus(NamedTuple):
     secondary: int = 0
     node: int = 1
 
-    def of(self, x: Any, shape: tuple[int, ...], group: int) -> Plus:
+    def of(self, x: Any, shape: tuple[int, ...], group: int) -> ZeroPlusPlus:
         """Return the parts that apply to a parameter sharded over `group` devices.
 
         Only matrices whose shards divide into blocks are quantized. Vectors are small and stay exact, as in DeepSpeed.
@@ -60,15 +60,15 @@ class Plus(NamedTuple):
           shape: of the parameter, or of one layer's.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return Plus()
+            return ZeroPlusPlus()
         codes = len(shape) > 1 and block_size(prod(shape) // group) > 0
         return self._replace(weights=self.weights and codes, gradients=self.gradients and codes)
 
 
-NOTHING = Plus()
+NO_ZEROPP = ZeroPlusPlus()
 
 
-def read_plus(section: Any, mesh: Mesh) -> Plus:
+def read_zeropp(section: Any, mesh: Mesh) -> ZeroPlusPlus:
     """Read `zero_optimization`.
 
     Raises:
@@ -84,7 +84,7 @@ def read_plus(section: Any, mesh: Mesh) -> Plus:
     secondary = n if 1 < n < group else 0  # in one group of all, the second copy would be the first
     gradients = section.zero_quantized_gradients
     node = secondary or (devices_per_host(mesh) if gradients else 1)
-    return Plus(section.zero_quantized_weights, gradients, secondary, node)
+    return ZeroPlusPlus(section.zero_quantized_weights, gradients, secondary, node)
 
 
 def devices_per_host(mesh: Mesh) -> int:
@@ -113,19 +113,19 @@ def across(size: int, n: int) -> Groups:
     return tuple(tuple(range(place, size, n)) for place in range(n))
 
 
-def gather_weight(shard: jax.Array, dim: int, plus: Plus, group: tuple[str, ...] = (ZERO,)) -> jax.Array:
+def gather_weight(shard: jax.Array, dim: int, plus: ZeroPlusPlus, group: tuple[str, ...] = (ZERO,)) -> jax.Array:
     """Gather a parameter from its shards over the whole ZeRO group, the axes `group`."""
     return _gathered(shard, dim, plus.weights, None, 1, group)
 
 
-def secondary(shard: jax.Array, dim: int, plus: Plus) -> jax.Array:
+def secondary(shard: jax.Array, dim: int, plus: ZeroPlusPlus) -> jax.Array:
     """Gather a device's part of the second copy from the other groups; the part has one piece from each group."""
     # DeepSpeed's hpZ gathers every layer over all devices in the first forward pass of a step and keeps 1/n of it. Here
     # the devices with the same rank in their groups gather only that 1/n: the same copy, with less traffic.
     return _gathered(shard, dim, plus.weights, across(lax.axis_size(ZERO), plus.secondary), 1)
 
 
-def gather_secondary(part: jax.Array, dim: int, plus: Plus) -> jax.Array:
+def gather_secondary(part: jax.Array, dim: int, plus: ZeroPlusPlus) -> jax.Array:
     """Gather a parameter from its second copy, within the group."""
     size = lax.axis_size(ZERO)
     return _gathered(part, dim, plus.weights, inside(size, plus.secondary), size // plus.secondary)
@@ -149,7 +149,7 @@ def _gathered(
     return jnp.moveaxis(split, 0, dim + 1).reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
-def reduce_scatter(gradient: jax.Array, dim: int, plus: Plus) -> jax.Array:
+def reduce_scatter(gradient: jax.Array, dim: int, plus: ZeroPlusPlus) -> jax.Array:
     """Sum a whole gradient over the ZeRO group, and return this device's shard of the sum in float32."""
     size, shape = lax.axis_size(ZERO), gradient.shape
     shard = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])

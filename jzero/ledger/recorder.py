@@ -30,7 +30,7 @@ from jzero.step.train_step import TrainStep
 WAITS = {"save": "checkpoint", "evaluation": "evaluation", "wait": "data"}
 COMPILE = "compile"
 
-LAST = 10.0  # seconds to wait for the steps of an engine whose file another one takes over
+TAKEOVER_TIMEOUT = 10.0  # seconds to wait for the steps of an engine whose file another one takes over
 _open: dict[Path, Recorder] = {}  # by home: a second engine of this process there takes the file over
 
 
@@ -83,7 +83,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is on its way, and the end."""
-        self._settle(LAST)
+        self._settle(TAKEOVER_TIMEOUT)
         self.on(RunEnded(last_words.ended_by()))
 
     def on(self, event: Event) -> None:

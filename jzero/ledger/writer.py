@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jzero.files import append
 from jzero.values.json_lines import encode
 
-LAST = 10.0  # seconds to wait at the end for saves
+CLOSE_TIMEOUT = 10.0  # seconds to wait at the end for saves
 POLL = 0.05  # seconds between two looks at a running save
 _open: weakref.WeakValueDictionary[Path, RecordWriter] = weakref.WeakValueDictionary()  # the writers of this process
 
@@ -76,11 +76,11 @@ class RecordWriter:
         done.wait(seconds)
 
     def close(self) -> None:
-        """Write what is known within `LAST` seconds, and close the file."""
-        self._deadline = time.monotonic() + LAST
+        """Write what is known within `CLOSE_TIMEOUT` seconds, and close the file."""
+        self._deadline = time.monotonic() + CLOSE_TIMEOUT
         self._queue.put(None)
         if self._thread is not threading.current_thread():  # which may be the one that collects an engine
-            self._thread.join(2 * LAST)
+            self._thread.join(2 * CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         ending = False

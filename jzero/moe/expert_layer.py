@@ -185,7 +185,7 @@ def _check_division(group: ModelGroup, up: ShardedArray, down: ShardedArray) -> 
     for v, dims in ((up, range(1, len(up.shape) - 1)), (down, range(2, len(down.shape)))):
         if dim := next((d for d in dims if EXPERT in v.dims[d]), None):
             raise ConfigError(
-                f"{group.ledger.line or 'jzero.experts'}: mesh.{EXPERT} divides dimension {dim} of the experts' weight "
+                f"{group.traced.line or 'jzero.experts'}: mesh.{EXPERT} divides dimension {dim} of the experts' weight "
                 f"{list(v.shape)}, which would be gathered; {EXPERT}_parallel.dimensions must give dimension 0, that "
                 "of the experts"
             )

@@ -248,7 +248,7 @@ REFUSED = {
     "schedule_free_sgd": "evaluation needs other parameters than training",
     "muadam": 'write type "Adam" with the groups of jzero.mup_groups',
     "muadamw": 'write type "AdamW" with the groups of jzero.mup_groups',
-    "musgd": "jzero.mup_groups has the groups of Adam and AdamW alone",
+    "musgd": 'of "Muon" there is no μP rule',
 }
 
 

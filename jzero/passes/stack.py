@@ -109,7 +109,7 @@ def fetch_params(layouts: PyTree, pair: tuple[PyTree, PyTree], precision: Precis
 def run_stack(layer: Block, weights: Any, x: Any, rng: jax.Array | None) -> tuple[Any, Any]:
     """Run x through every layer: `layer(weights_l, x, key_l) -> (x, new state_l)`; return (x, new state of all).
 
-    `weights` is a list with one pair (trained, other) of trees per layer, for a layer `in_turn` (unrolled), or one tree
+    `weights` is a list with one pair (trained, other) of trees per layer, for `ordered_backward` (unrolled), or a tree
     whose leaves have a leading layer axis (scanned). The keys are those of `model.stack_loss`: layer l draws from
     `fold(rng, l + 1)`.
     """

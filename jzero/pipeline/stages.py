@@ -39,7 +39,7 @@ from jzero.values.kinds import either
 
 # Layers of a program, over all of its phases. XLA takes about 0.7 CPU seconds for each, and an estimated step is 5 to
 # 12 % shorter than with a loop (experiments/benchmarks): 8B on 2 stages (64) unrolls, 70B on 4 (80) does not.
-UNROLL_LIMIT = 72
+PROGRAM_LAYERS = 72
 
 
 Gradients = tuple[PyTree, Sums, PyTree]  # gradients, the loss and metrics of every micro-batch, the new state
@@ -73,7 +73,7 @@ def pipelined(
 
         # All stages compute the ends' gradients; only the first stage's counts, so that all agree.
         def once(layout: ParamLayout, g: jax.Array | None) -> jax.Array | None:
-            return g if g is None or layout.on_pipe else _first(g)
+            return g if g is None or layout.on_pipe else _only_first_stage(g)
 
         summed = {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}
         return summed, _agreed(seen), cut.owned(state)
@@ -93,14 +93,14 @@ def pipelined(
     return Passes(cut.view, replace(cut.facts, always_sums=True, pipeline=line), gradients, losses)
 
 
-def _first(x: jax.Array) -> jax.Array:
+def _only_first_stage(x: jax.Array) -> jax.Array:
     """Keep x on the first stage, zero it on the others."""
     return jnp.where(lax.axis_index(PIPE) == 0, x, 0)
 
 
 def _agreed(seen: Sums) -> Sums:
     """Broadcast the first stage's sums to every stage."""
-    return jax.tree.map(lambda x: lax.psum(_first(x), PIPE).astype(x.dtype), seen)
+    return jax.tree.map(lambda x: lax.psum(_only_first_stage(x), PIPE).astype(x.dtype), seen)
 
 
 # ------------------------------------------------------------------ a stack that the stages divide
@@ -113,7 +113,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     length = stack_length(layouts)
     depth = length // (stages * chunks)
     every = min(remat.interval or 1, depth)
-    unrolls = _unrolls(config, stages, depth, every)
+    unrolls = _unrolls_chunk(config, stages, depth, every)
     piece = depth if unrolls else every  # layers
     view = _piece_view(layouts, stages, chunks, depth // piece, piece, precision)
     vocabulary = divided_vocabulary(layouts)
@@ -184,8 +184,8 @@ def _check_stack(model: object, config: Config, layouts: PyTree, stages: int) ->
         )
 
 
-def _unrolls(config: Config, stages: int, depth: int, every: int) -> bool:
-    """Return whether the layers of a chunk are unrolled: `stack.unroll`; by default up to `UNROLL_LIMIT` layers.
+def _unrolls_chunk(config: Config, stages: int, depth: int, every: int) -> bool:
+    """Return whether the layers of a chunk are unrolled: `stack.unroll`; by default up to `PROGRAM_LAYERS` layers.
 
     A program contains the layers of a chunk in each of its phases, and XLA compiles every one.
     """
@@ -199,7 +199,7 @@ def _unrolls(config: Config, stages: int, depth: int, every: int) -> bool:
         return unroll is not False
     # Every number of stages, and of micro-batches if there are enough, has these phases.
     schedule = make_schedule(config.pipeline.schedule, 2, 8, config.pipeline.chunks)
-    return depth * passes(make_program(schedule).runs) <= UNROLL_LIMIT
+    return depth * passes(make_program(schedule).runs) <= PROGRAM_LAYERS
 
 
 def _piece_view(layouts: PyTree, stages: int, chunks: int, pieces: int, depth: int, precision: Precision) -> StackView:

@@ -5,13 +5,33 @@ from jzero.planner.gpus import GPUS, described_gpus, gpu, gpu_devices
 from jzero.planner.hlo import UnreadableProgram
 from jzero.planner.memory import Live, Memory, live, memory
 from jzero.planner.plan import Plan, plan
-from jzero.planner.products import Product, Products, products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import StateBytes, bytes_by_stage, state_bytes
 from jzero.planner.step_time import StepTime, step_time
+from jzero.planner.traced_matmuls import Matmul, Matmuls, matmuls
 
 __all__ = [
-    "GPUS", "Collective", "Collectives", "Live", "Memory", "Plan", "Product", "Products", "Rates", "StateBytes",
-    "StepTime", "UnreadableProgram", "bytes_by_stage", "collectives", "described_gpus", "gpu", "gpu_devices", "live",
-    "memory", "plan", "products", "state_bytes", "step_time",
+    "GPUS",
+    "Collective",
+    "Collectives",
+    "Live",
+    "Matmul",
+    "Matmuls",
+    "Memory",
+    "Plan",
+    "Rates",
+    "StateBytes",
+    "StepTime",
+    "UnreadableProgram",
+    "bytes_by_stage",
+    "collectives",
+    "described_gpus",
+    "gpu",
+    "gpu_devices",
+    "live",
+    "matmuls",
+    "memory",
+    "plan",
+    "state_bytes",
+    "step_time",
 ]  # fmt: skip

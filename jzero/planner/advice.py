@@ -1,70 +1,56 @@
-"""Advises on a step: warnings of what costs throughput or memory, and configurations near one that does not fit."""
+"""Advises on a step: warnings of what costs throughput or memory."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jzero.config import Config
-from jzero.config.sizes import ACCUM, MICRO, MICS, TRAIN, group_degrees
-from jzero.display.slow_work import slow_work
+from jzero.config.sizes import MICS, group_degrees
 from jzero.display.text_table import size_text
-from jzero.errors import ConfigError, some_of
-from jzero.mesh import CONTEXT, DATA, TENSOR, ZERO, ZERO_AXES, degrees_text, present
-from jzero.model import SUFFIX
-from jzero.planner import candidates as keys
-from jzero.planner.candidates import Candidate, merged
+from jzero.errors import some_of
+from jzero.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, degrees_text, present
+from jzero.planner.candidates import MESH_DATA, MESH_ZERO, Candidate, keys_as_json
 from jzero.planner.collectives import Collectives
-from jzero.planner.gpus import GPU, GPUS, described_gpus
-from jzero.planner.memory import Live, memory
-from jzero.planner.plan_facts import PlanFacts
-from jzero.planner.products import Products
-from jzero.planner.state_bytes import bytes_by_stage, leaf_bytes, state_bytes
+from jzero.planner.gpus import GPU
+from jzero.planner.state_bytes import leaf_bytes
 from jzero.planner.traced_collectives import TracedCollective, TracedCollectives
+from jzero.planner.traced_matmuls import Matmuls
 from jzero.spread.matmuls import WHOLE_FACTOR
 from jzero.step.batch import Amount
-from jzero.step.train_step import TrainStep, make_train_step
+from jzero.step.train_step import TrainStep
 from jzero.stored_names import numberless
 from jzero.tiling import CUT
-from jzero.tree import PyTree
 from jzero.values.kinds import either
 
 WIDE = 2**24  # bytes in float32 per step that are worth a line
-SMALL, MANY = 2**20, 64  # bytes of a collective that is all latency; how many of one kind are worth a line
+LATENCY_BOUND, MANY = 2**20, 64  # bytes of a collective that is all latency; how many of one kind are worth a line
 LONG = 2048  # tokens from which the scores of XLA's attention matter
 _SYNCHRONOUS = re.compile(r' = .* reduce-scatter(?:-start)?\(.*"is_sync":true| = \S+ reduce-scatter\(')
 _RECOMPUTED = re.compile(r"^\s+%?[\w.\-]+\.remat\d*(?:\.\d+)* = ", re.MULTILINE)
 
 
-TRIES, WANTED, MOST_DOUBLINGS = 8, 2, 6  # programs that are compiled at most; configurations that are enough
-LARGE = 0.05  # of the buffers at the peak: worth a line
-
-
 def advice(
-    step: TrainStep, gpu: GPU, text: str, collectives: Collectives, products: Products, amount: Amount
+    step: TrainStep, gpu: GPU, text: str, collectives: Collectives, matmuls: Matmuls, amount: Amount
 ) -> tuple[str, ...]:
     """List the warnings.
 
     Args:
       text: the compiled program.
-      collectives, products: its collectives; the products of its trace.
+      collectives, matmuls: its collectives; the matmuls of its trace.
       amount: of the global batch.
     """
     half, synchronous = step.config.precision != "fp32", len(_SYNCHRONOUS.findall(text))
     recomputed, small = len(_RECOMPUTED.findall(text)), Counter[str]()
     for row in collectives:
-        small[row.kind] += row.times * (row.bytes < SMALL)
+        small[row.kind] += row.times * (row.bytes < LATENCY_BOUND)
     gathers = collectives.select(kind="all-gather", dtype="f32")
     reduced = sum(collectives.select(kind=kind, dtype="f32").bytes for kind in ("reduce-scatter", "all-reduce"))
-    where, name = next(iter(products.float32_by_line), ""), "bf16" if gpu.compute_capability >= (8, 0) else "fp16"
+    where, name = next(iter(matmuls.float32_by_line), ""), "bf16" if gpu.compute_capability >= (8, 0) else "fp16"
     checks = [
         (
             synchronous,
@@ -74,7 +60,7 @@ def advice(
         *(
             (
                 small[kind] > MANY,
-                f"{small[kind]} {kind} operations of a step are smaller than {size_text(SMALL)}, so latency "
+                f"{small[kind]} {kind} operations of a step are smaller than {size_text(LATENCY_BOUND)}, so latency "
                 "dominates; fix: a larger zero_optimization.stage3_param_persistence_threshold, or stack.unroll, so "
                 "that XLA combines them",
             )
@@ -96,8 +82,8 @@ def advice(
             f'"communication_data_type": "{step.config.precision}" halves it',
         ),
         (
-            half and products.float32_share > 0.01,
-            f"{products.float32_share:.0%} of the products' FLOPs run in float32, most of them at {where}; fix: cast "
+            half and matmuls.float32_share > 0.01,
+            f"{matmuls.float32_share:.0%} of the matmuls' FLOPs run in float32, most of them at {where}; fix: cast "
             "its operands to the compute dtype",
         ),
         (
@@ -148,8 +134,8 @@ def undivided_parameters(step: TrainStep) -> Iterator[str]:
         )
 
 
-def over_zero(step: TrainStep, times: int = 1) -> keys.Candidate:
-    """Return the choice that lets ZeRO shard over the replicas; {} if there are none, or some axis shards already.
+def over_zero(step: TrainStep, times: int = 1) -> Candidate:
+    """Return the candidate that lets ZeRO shard over the replicas; {} if there are none, or some axis shards already.
 
     Args:
       times: how many times as many replicas there are.
@@ -159,7 +145,7 @@ def over_zero(step: TrainStep, times: int = 1) -> keys.Candidate:
         return {}
     if group_degrees(step.config)["zero"][0] == MICS:
         return {MICS: data * times}
-    return {keys.DATA: 1, keys.ZERO: data * times}
+    return {MESH_DATA: 1, MESH_ZERO: data * times}
 
 
 def unsharded(step: TrainStep) -> Iterator[str]:
@@ -167,7 +153,7 @@ def unsharded(step: TrainStep) -> Iterator[str]:
     stage, fix = step.config.zero_optimization.stage, over_zero(step)
     if stage and fix:
         key = group_degrees(step.config)["zero"][0]
-        yield f"zero_optimization.stage = {stage} shards nothing: {key} = 1; fix: {keys.keys_as_json(fix)}"
+        yield f"zero_optimization.stage = {stage} shards nothing: {key} = 1; fix: {keys_as_json(fix)}"
 
 
 def gathered_sequences(found: TracedCollectives, mesh: Mesh, attention: str = "auto") -> Iterator[str]:
@@ -198,140 +184,3 @@ def _lines(moved: Sequence[TracedCollective]) -> str:
 
 def _price(moved: Sequence[TracedCollective]) -> str:
     return f"{size_text(sum(move.total for move in moved))} a step on each device, and again in the backward pass"
-
-
-@dataclass(frozen=True)
-class Near:
-    """A configuration that fits: what it changes, and its peak on each device."""
-
-    changes: Candidate
-    peak_bytes: int
-
-
-def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
-    """Compile configurations near that of a step that does not fit, until some do; [] if none does.
-
-    Args:
-      batch: a global batch, or its shapes.
-      peak: bytes that the step needs on a device.
-      most: bytes that there are.
-    """
-    found: list[Near] = []
-    activations, tries = peak - state_bytes(step).least, 0
-    with slow_work("looking for the nearest configurations that fit"):
-        for choice in ways(step):
-            if len(found) == WANTED or tries == TRIES:
-                break
-            if any(choice.keys() >= near.changes.keys() for near in found):
-                continue  # more of what is enough
-            try:
-                other = _changed(step, choice)
-                kept = activations * other.batch_sizes.micro / step.batch_sizes.micro
-                same = not choice.keys() & {keys.POLICY, keys.UNROLL}
-                if state_bytes(other).least + (kept if same else 0) > most:
-                    continue
-                tries += 1
-                needed = memory(other.lower(batch).compile(), other).peak
-            except (ValueError, TypeError, RuntimeError):  # not for this model: a ConfigError, or XLA's own
-                continue
-            if needed <= most:
-                found.append(Near(choice, needed))
-    return found
-
-
-def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
-    """Return the configurations as lines of JSON, and what a tiled loss and rounded moments would not need."""
-    lines = [f"fits with {size_text(near.peak_bytes)}: {json.dumps(merged({}, near.changes))}" for near in found]
-    if not found:
-        lines = ["no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"]
-    after_layers = sum(b.bytes for b in live.buffers if b.op_name.startswith(f"{SUFFIX}/"))
-    if after_layers > LARGE * live.peak_bytes:
-        lines.append(
-            f"{size_text(after_layers)} of the peak come after the last layer: computed tile by tile, logits "
-            "and loss take a fraction: loss_tiles=8 of the decoders in jzero.models, jzero.tiled in models of your own"
-        )
-    moments = state_bytes(step).optimizer
-    in_fp32 = step.precision.optimizer_state.itemsize == 4 and not step.setup.optimizer.callers
-    on_device = step.config.zero_optimization.offload_optimizer.device == "none"
-    if in_fp32 and on_device and moments > LARGE * live.peak_bytes:
-        lines.append(
-            f'{size_text(moments)} are the optimizer\'s state: optimizer.state_dtype = "bf16" or "fp8" keeps its '
-            "moments in 2 bytes or 1 per element instead of 4, rounded at random"
-        )
-    return "\n".join(lines)
-
-
-def ways(step: TrainStep) -> Iterator[Candidate]:
-    """Yield what could be changed: one thing at a time, then more and more of it together."""
-    levers = [lever for lever in _levers(step) if any(lever)]
-    for lever in levers:
-        yield from lever
-    together: Candidate = {}
-    for lever in levers:
-        for choice in lever:
-            together = together | choice
-            yield dict(together)
-
-
-def _levers(step: TrainStep) -> Iterator[list[Candidate]]:
-    """Yield the choices of each kind, the cheapest kind first, and of a kind the mildest."""
-    sizes, facts, zero = step.batch_sizes, step.setup.passes.facts, step.config.zero_optimization
-    halves = [sizes.micro // 2**i for i in range(1, sizes.micro.bit_length())]
-    each, sharded = sizes.micro * sizes.accum, over_zero(step)
-    yield [sharded if zero.stage else {}]
-    yield [{TRAIN: sizes.train, MICRO: micro, ACCUM: each // micro} for micro in halves if each % micro == 0]
-    yield [{keys.POLICY: policy} for policy in keys.POLICIES[keys.POLICIES.index(facts.remat.kind) + 1 :]]
-    several = sharded or present(step.mesh, *ZERO_AXES)
-    yield [{**sharded, keys.STAGE: stage} for stage in range(zero.stage + 1, 4) if several]
-    yield [{keys.UNROLL: False}] if facts.unrolled else []
-    yield [{keys.STAGE: max(zero.stage, 1), keys.OFFLOAD_OPTIMIZER: "cpu"}]
-    yield [{keys.STAGE: 3, keys.OFFLOAD_PARAM: "cpu"}]
-
-
-def _changed(step: TrainStep, choice: Candidate) -> TrainStep:
-    """Make the step with a choice, with the batch sizes in use, which may not be the config's; at a constant rate."""
-    mesh, sharded = step.mesh, over_zero(step)
-    if sharded and choice.keys() >= sharded.keys():
-        shape = [{DATA: 1, ZERO: mesh.shape[DATA]}.get(axis, n) for axis, n in mesh.shape.items()]
-        mesh = Mesh(mesh.devices.reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
-        if "mesh" not in step.config.model_fields_set:  # the program's own
-            choice = {key: value for key, value in choice.items() if not key.startswith("mesh.")}
-    given, sizes = _given(step), step.batch_sizes
-    given.pop("scheduler", None)
-    given |= {TRAIN: sizes.train, MICRO: sizes.micro, ACCUM: sizes.accum}
-    optimizer = step.setup.optimizer.tx if step.setup.optimizer.callers else None
-    return make_train_step(step.model, Config.load(merged(given, choice)), mesh=mesh, optimizer=optimizer)
-
-
-def too_large(plan: PlanFacts) -> str:
-    """Return one line about a plan that does not fit: the largest part, and what would fit by the formula."""
-    memory = plan.memory
-    largest = f"largest: {memory.largest}, {size_text(memory.parts[memory.largest])}"
-    instead = next(_by_formula(plan), "no number of such GPUs fits it by ZeRO alone")
-    return f"{memory.verdict} per GPU; {largest}; {instead}"
-
-
-def _by_formula(plan: PlanFacts) -> Iterator[str]:
-    """Yield what would fit: a smaller rest, a higher stage, more GPUs; nothing is compiled."""
-    step, most, name = plan.step, plan.memory.room.most, next(name for name, gpu in GPUS.items() if gpu == plan.gpu)
-    rest = max(0, plan.memory.peak_bytes - state_bytes(step).total)
-    if rest > most:
-        policy = (step.config.activation_checkpointing and step.config.activation_checkpointing.policy) or "none"
-        yield (
-            f"activations and temporaries alone take {size_text(rest)}: take a smaller micro-batch or sequence, or "
-            f'another activation_checkpointing.policy than "{policy}"'
-        )
-    for times in (2**i for i in range(MOST_DOUBLINGS + 1)):
-        devices, sharded = described_gpus(name, plan.gpus * times, per_host=plan.gpus_per_node), over_zero(step, times)
-        try:
-            stages = bytes_by_stage(step.model, merged(_given(step), sharded), devices=devices)
-        except ConfigError:  # a batch size or mesh of the config that this number of GPUs does not divide
-            continue
-        for stage, found in stages.items():
-            if stage >= step.config.zero_optimization.stage and found.total + rest <= most:
-                on = f" with {keys.keys_as_json(sharded)}" if sharded else ""
-                yield f"ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would fit, by the formula"
-
-
-def _given(step: TrainStep) -> dict[str, Any]:
-    return step.config.model_dump(mode="json", exclude_unset=True)

@@ -72,7 +72,7 @@ class Sizes:
         return [(s.d_model, qkv), (s.d_model, s.d_model), (s.d_model, 2 * s.d_ff), (s.d_ff, s.d_model)]
 
 
-SMALL = Sizes(preset="1b", rows=1, array=2**28)  # for GPUs of less than 40 GiB
+SMALL_GPU = Sizes(preset="1b", rows=1, array=2**28)  # for GPUs of less than 40 GiB
 
 
 def attention_kernel(device: jax.Device) -> Literal["cudnn", "xla"]:
@@ -134,7 +134,7 @@ def calibrate(
             "that finds them"
         )
     memory = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
-    return measured(Rates.of(gpu_key(devices[0])), devices, sizes or (SMALL if memory < _ENOUGH else Sizes()), log)
+    return measured(Rates.of(gpu_key(devices[0])), devices, sizes or (SMALL_GPU if memory < _ENOUGH else Sizes()), log)
 
 
 def measured(rates: Rates, devices: list[jax.Device], sizes: Sizes, log: Callable[[str], object]) -> Rates:
@@ -142,7 +142,7 @@ def measured(rates: Rates, devices: list[jax.Device], sizes: Sizes, log: Callabl
     rates = replace(rates, origin=MEASURED, source=_source(devices))
     with jax.default_device(devices[0]):
         rates = _products(rates, sizes)
-        log(f"products: {dict(rates.products)['f16'] / 1e12:.0f} TFLOP/s")
+        log(f"matmuls: {dict(rates.products)['f16'] / 1e12:.0f} TFLOP/s")
         rates = _attention(rates, sizes, devices[0])
         log(f"attention: forward {rates.attention_forward}, backward {rates.attention_backward}, FLOP/s by head width")
         rates = _memory(rates, sizes)

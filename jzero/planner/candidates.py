@@ -1,7 +1,7 @@
-"""The choices that `jzero plan --search` compares, all values of the keys that a config leaves open; and their bounds.
+"""The candidates of `jzero plan --search`, all values of the keys that a config leaves open; and their bounds.
 
-A choice is {dotted key: value}. As in DeepSpeed's autotuner, a key that the config has keeps its value, unless that is
-"auto".
+A candidate is {dotted key: value}. As in DeepSpeed's autotuner, a key that the config has keeps its value, unless that
+is "auto".
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jzero.model import Model
 from jzero.pipeline.schedules import make_schedule
 from jzero.planner.gpus import Cluster, described_gpus, gpu_devices
 from jzero.planner.named_models import Shapes, named_model
-from jzero.planner.products import products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import state_bytes
+from jzero.planner.traced_matmuls import matmuls
 from jzero.step.train_step import TrainStep, make_train_step
 
 Raw = Mapping[str, Any]  # a config's dict
 Candidate = dict[str, Any]
 
 STAGE, POLICY, UNROLL = "zero_optimization.stage", "activation_checkpointing.policy", "stack.unroll"
-PIPE, DATA, ZERO = "mesh.pipe", "mesh.data", "mesh.zero"
+MESH_PIPE, MESH_DATA, MESH_ZERO = "mesh.pipe", "mesh.data", "mesh.zero"
 SCHEDULE, CHUNKS = "pipeline.schedule", "pipeline.chunks"
 OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OFFLOAD_PARAM = "zero_optimization.offload_param.device"
@@ -40,13 +40,13 @@ POLICIES = ("none", "matmuls", "full")
 # gpipe has 1f1b's bubble and more memory.
 SCHEDULES = {"1f1b": (1,), "interleaved": (2, 4), "zero_bubble": (1, 2, 4)}  # with the numbers of chunks
 _MESH = (
-    PIPE, DATA, ZERO, "mesh.expert", "expert_parallel.autoep_size", "mesh.context", "sequence_parallel_size",
-    "mesh.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "pipeline.stages",
-    "zero_optimization.mics_shard_size",
+    MESH_PIPE, MESH_DATA, MESH_ZERO, "mesh.expert", "expert_parallel.autoep_size", "mesh.context",
+    "sequence_parallel_size", "mesh.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size",
+    "pipeline.stages", "zero_optimization.mics_shard_size",
 )  # fmt: skip
 _BFLOAT16 = (8, 0)  # the first compute capability with bfloat16 products
-# What of a choice decides the bytes of its model state.
-_STATE = (STAGE, PIPE, DATA, ZERO, CHUNKS, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
+# What of a candidate decides the bytes of its model state.
+_STATE = (STAGE, MESH_PIPE, MESH_DATA, MESH_ZERO, CHUNKS, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
 
 
 def value_at(raw: Raw, key: str) -> Any:
@@ -63,10 +63,10 @@ def is_open(raw: Raw, key: str) -> bool:
     return value_at(raw, key) in (None, "auto")
 
 
-def merged(raw: Raw, choice: Candidate) -> dict[str, Any]:
-    """Return a config's dict with a choice in it."""
+def merged(raw: Raw, candidate: Candidate) -> dict[str, Any]:
+    """Return a config's dict with a candidate in it."""
     made = copy.deepcopy(dict(raw))
-    for key, value in choice.items():
+    for key, value in candidate.items():
         *sections, name = key.split(".")
         at = made
         for section in sections:
@@ -77,22 +77,22 @@ def merged(raw: Raw, choice: Candidate) -> dict[str, Any]:
     return made
 
 
-def lines(choice: Candidate) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in choice.items())
+def lines(candidate: Candidate) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in candidate.items())
 
 
-def keys_as_json(choice: Candidate) -> str:
-    """Write a choice as keys of a config.
+def keys_as_json(candidate: Candidate) -> str:
+    """Write a candidate as keys of a config.
 
     >>> keys_as_json({"mesh.data": 1, "mesh.zero": 8})
     '"mesh": {"data": 1, "zero": 8}'
     """
-    return json.dumps(merged({}, choice))[1:-1]
+    return json.dumps(merged({}, candidate))[1:-1]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All choices for a config on a cluster.
+    """All candidates for a config on a cluster.
 
     Attributes:
       raw: the config's dict.
@@ -115,12 +115,12 @@ class SearchSpace:
             raise ConfigError(f"{TRAIN} = {rows}: a search needs the global batch, a number of rows")
         return rows
 
-    def choices(self) -> Iterator[Candidate]:
-        """Yield all choices on the device, the unrolled stack first; a choice has open keys only."""
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all candidates on the device, the unrolled stack first; a candidate has open keys only."""
         for mesh, experts, contexts in self._meshes():
-            pipe, replicas = mesh[PIPE], mesh[DATA] * mesh[ZERO] * experts
-            for stage in self._open(STAGE, (0, 1, 2, 3) if mesh[ZERO] * experts * contexts > 1 else (0,)):
-                if mesh[DATA] > 1 and not stage:
+            pipe, replicas = mesh[MESH_PIPE], mesh[MESH_DATA] * mesh[MESH_ZERO] * experts
+            for stage in self._open(STAGE, (0, 1, 2, 3) if mesh[MESH_ZERO] * experts * contexts > 1 else (0,)):
+                if mesh[MESH_DATA] > 1 and not stage:
                     continue  # the same program as with all replicas on `zero`
                 for schedule in self._schedules(pipe):
                     for policy in self._open(POLICY, POLICIES):
@@ -142,7 +142,7 @@ class SearchSpace:
         """Yield pipe, data and zero: ZeRO over all replicas, or over those of one host; and expert and context."""
         if not all(is_open(self.raw, key) for key in _MESH):
             degrees = Config.load(self.raw).mesh_degrees(self.cluster.gpus)
-            mesh = {key: degrees[key.removeprefix("mesh.")] for key in (PIPE, DATA, ZERO)}
+            mesh = {key: degrees[key.removeprefix("mesh.")] for key in (MESH_PIPE, MESH_DATA, MESH_ZERO)}
             yield mesh, degrees["expert"], degrees["context"]
             return
         gpus, each = self.cluster.gpus, self.cluster.gpus_per_node
@@ -150,9 +150,9 @@ class SearchSpace:
             if pipe > 1 and (not self.layers or self.layers % pipe):
                 continue
             replicas = gpus // pipe
-            yield {PIPE: pipe, DATA: 1, ZERO: replicas}, 1, 1
+            yield {MESH_PIPE: pipe, MESH_DATA: 1, MESH_ZERO: replicas}, 1, 1
             if 1 < each < replicas and replicas % each == 0:
-                yield {PIPE: pipe, DATA: replicas // each, ZERO: each}, 1, 1
+                yield {MESH_PIPE: pipe, MESH_DATA: replicas // each, MESH_ZERO: each}, 1, 1
 
     def _schedules(self, pipe: int) -> Iterator[Candidate]:
         if pipe == 1:
@@ -198,7 +198,7 @@ class Task:
 
 @dataclass
 class Bounds:
-    """Lower bounds of the choices for a task; what they share is computed once."""
+    """Lower bounds of the candidates for a task; what they share is computed once."""
 
     task: Task
     _states: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -207,33 +207,35 @@ class Bounds:
     def __post_init__(self) -> None:
         self.raw, (self.model, self.shapes) = self.task.raw, self.task.named
 
-    def memory(self, choice: Candidate) -> int:
-        """Return bytes that every step of the choice needs on the device."""
-        key = *(choice.get(key) for key in _STATE), choice.get(ACCUM, 2) > 1
+    def memory(self, candidate: Candidate) -> int:
+        """Return bytes that every step of the candidate needs on the device."""
+        key = *(candidate.get(key) for key in _STATE), candidate.get(ACCUM, 2) > 1
         if key not in self._states:
-            self._states[key] = state_bytes(self._step(merged(self.raw, choice), self.task.cluster.described())).least
+            self._states[key] = state_bytes(
+                self._step(merged(self.raw, candidate), self.task.cluster.described())
+            ).least
         return self._states[key]
 
-    def pipeline(self, choice: Candidate) -> tuple[float, float]:
+    def pipeline(self, candidate: Candidate) -> tuple[float, float]:
         """Return the micro-batches of whole models that a device keeps at once, and the share of time it is busy."""
-        name, accum, chunks = (choice.get(key) or value_at(self.raw, key) for key in (SCHEDULE, ACCUM, CHUNKS))
-        return _held_and_busy(name or "1f1b", self.stages(choice), accum, chunks or 1)
+        name, accum, chunks = (candidate.get(key) or value_at(self.raw, key) for key in (SCHEDULE, ACCUM, CHUNKS))
+        return _held_and_busy(name or "1f1b", self.stages(candidate), accum, chunks or 1)
 
-    def stages(self, choice: Candidate) -> int:
-        """Return the stages of the pipeline: those of the choice, or the config's."""
-        return choice.get(PIPE) or self._given_stages
+    def stages(self, candidate: Candidate) -> int:
+        """Return the stages of the pipeline: those of the candidate, or the config's."""
+        return candidate.get(MESH_PIPE) or self._given_stages
 
     @cached_property
     def _given_stages(self) -> int:
         return Config.load(dict(self.raw)).mesh_degrees(self.task.cluster.gpus)["pipe"]
 
-    def seconds(self, choice: Candidate) -> float:
+    def seconds(self, candidate: Candidate) -> float:
         """Return the time of the step's products at the full rate, recomputation and the pipeline's bubble included."""
-        policy = choice.get(POLICY) or value_at(self.raw, POLICY) or "none"
+        policy = candidate.get(POLICY) or value_at(self.raw, POLICY) or "none"
         if policy not in self._flops:  # of one row of the batch, from a trace for one device
             step = self._step(merged(self._alone(), {POLICY: policy}), gpu_devices(self.task.cluster.gpu, 1))
-            self._flops[policy] = products(step.trace(self.shapes(1))).flops
-        rate, busy = dict(self.task.rates.products)["f16"], self.pipeline(choice)[1]
+            self._flops[policy] = matmuls(step.trace(self.shapes(1))).flops
+        rate, busy = dict(self.task.rates.products)["f16"], self.pipeline(candidate)[1]
         return self._flops[policy] * value_at(self.raw, TRAIN) / self.task.cluster.gpus / rate / busy
 
     @cached_property

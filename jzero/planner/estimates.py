@@ -1,4 +1,4 @@
-"""The figures of a choice: its step is compiled in a process of its own, once per program, and a cache keeps them."""
+"""The figures of a candidate: a process of its own compiles its step, once per program, and a cache keeps them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ PROCESS_BYTES = 3 * 2**30  # of host memory that a compiling process takes, at m
 
 @dataclass(frozen=True)
 class Estimate:
-    """The planned figures of a choice, per GPU; see `PlannedMemory` and `PlannedTime`.
+    """The planned figures of a candidate, per GPU; see `PlannedMemory` and `PlannedTime`.
 
     Attributes:
-      choice: of the keys that the config leaves open.
+      candidate: of the keys that the config leaves open.
       peak_bytes, usable_bytes, host_bytes: what the step needs, what the GPU has for XLA, and host memory.
       step_s, samples_per_s, tokens_per_s_gpu, mfu, uncertainty: the speed; None if the estimate cannot read the
         program.
       problem: why there is no speed, or, without a peak, why there is no program.
     """
 
-    choice: Candidate
+    candidate: Candidate
     peak_bytes: int = 0
     usable_bytes: int = 0
     host_bytes: int = 0
@@ -58,28 +58,28 @@ class Estimate:
         return self.usable_bytes - self.peak_bytes
 
 
-def outcome(task: Task, choice: Candidate) -> Estimate:
-    """Compile the step of a task's config with a choice in it, or look its program up in the cache."""
+def estimate(task: Task, candidate: Candidate) -> Estimate:
+    """Compile the step of a task's config with a candidate in it, or look its program up in the cache."""
     model, shapes = task.named
     try:
-        prepared = lower_step(model, merged(task.raw, choice), shapes, task.cluster)
+        prepared = lower_step(model, merged(task.raw, candidate), shapes, task.cluster)
         path = _cached(prepared, task.rates)
         if path.exists():
-            return Estimate(choice, **json.loads(path.read_text(encoding="utf-8")))
+            return Estimate(candidate, **json.loads(path.read_text(encoding="utf-8")))
         found = _figures(prepared.plan(task.rates))
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:  # the model's, or XLA's
-        return Estimate(choice, problem=in_a_line(error))
+        return Estimate(candidate, problem=in_a_line(error))
     with contextlib.suppress(OSError):  # a cache that cannot be written
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(path)
-    return Estimate(choice, **found)
+    return Estimate(candidate, **found)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
     memory, names = plan.memory, ("step_s", "samples_per_s", "tokens_per_s_gpu", "mfu", "uncertainty")
-    found = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.room.most, "host_bytes": memory.host_bytes}
+    found = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable.most, "host_bytes": memory.host_bytes}
     return found | ({name: getattr(plan.time, name) for name in names} if plan.time else {"problem": plan.time_problem})
 
 
@@ -87,7 +87,7 @@ def _cached(prepared: Prepared, rates: Rates) -> Path:
     """Return the path of a program's figures: they depend on the program, the GPUs and the planner itself."""
     cluster, options = prepared.cluster, prepared.step.setup.compiler_options
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("XLA_")}
-    where = f"{cluster!r} {cluster.room.limit} {options} {settings} {rates!r} {_planner()}"
+    where = f"{cluster!r} {cluster.usable.limit} {options} {settings} {rates!r} {_planner()}"
     key = hashlib.sha256((where + prepared.lowered.as_text()).encode()).hexdigest()
     return cache_directory("plans") / f"{key[:32]}.json"
 

@@ -40,7 +40,7 @@ class GPU:
     source: str  # of the device properties
     threads_per_core: int = 2048
 
-    def room(self, gpus: int) -> UsableMemory:
+    def usable(self, gpus: int) -> UsableMemory:
         """Return what one of ``gpus`` such GPUs has for XLA.
 
         The environment's share is XLA's limit; without one, a plan lets XLA have the most that there is, since a run
@@ -186,7 +186,7 @@ def gpu_devices(name: str, count: int, *, per_host: int = 8) -> list[jax.Device]
     """
     target = gpu(name)
     _check_hosts(count, per_host)
-    return list(_topology(target, max(1, count // per_host), min(count, per_host), target.room(count).limit))
+    return list(_topology(target, max(1, count // per_host), min(count, per_host), target.usable(count).limit))
 
 
 @functools.cache
@@ -287,8 +287,8 @@ class Cluster:
         return gpu(self.gpu)
 
     @property
-    def room(self) -> UsableMemory:
-        return self.card.room(self.gpus)
+    def usable(self) -> UsableMemory:
+        return self.card.usable(self.gpus)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.card.description}"

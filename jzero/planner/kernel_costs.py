@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jzero.planner.hlo import Array, Computation, HloModule, Instruction, UnreadableProgram, root_instructions
-from jzero.planner.products import occupied
 from jzero.planner.rates import Rates, Table, at_most
+from jzero.planner.traced_matmuls import occupied
 
 PRODUCTS, ATTENTION, ELEMENTWISE, REDUCTIONS = "products", "attention", "elementwise", "reductions"
 TRANSPOSES, COPIES, HOST = "transposes", "copies", "host memory"
@@ -139,7 +139,7 @@ class Kernels:
         self.in_f8 |= kind == "f8"
         if kind not in self.products:
             raise UnreadableProgram(
-                op, f"a product of {dtype}, and the rates of {rates.kind} have {sorted(self.products)}"
+                op, f"a matmul of {dtype}, and the rates of {rates.kind} have {sorted(self.products)}"
             )
         seconds = max(factor * flops / self.products[kind], size / rates.elementwise)
         if op.arrays[0].dtype == "f32":
@@ -168,7 +168,7 @@ class Kernels:
         left, result = scope[op.operands[0]].arrays[0], op.arrays[0]
         contracted = op.numbers(r'"lhs_contracting_dimensions":\s*\[(.*?)\]')
         if "lhs_contracting_dimensions" not in op.attributes:
-            raise UnreadableProgram(op, "a product without lhs_contracting_dimensions")
+            raise UnreadableProgram(op, "a matmul without lhs_contracting_dimensions")
         beta = float(op.attribute(r'"beta":\s*([\d.eE+-]+)') or 0) != 0
         flops = 2.0 * math.prod(result.dims) * math.prod(left.dims[d] for d in contracted)
         size = _bytes(op.operands[:2], scope) + result.bytes * (1 + beta)

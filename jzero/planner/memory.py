@@ -19,7 +19,7 @@ from math import prod
 import jax
 
 from jzero.planner.hlo import Array, Computation, HloModule, Instruction, read_hlo, root_instructions
-from jzero.planner.products import UNNAMED
+from jzero.planner.traced_matmuls import UNNAMED
 from jzero.step.train_step import TrainStep
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -26,11 +26,11 @@ from jzero.planner.memory import UsableMemory, usable_memory_here
 from jzero.planner.plan_facts import Measured, PlanFacts, PlannedTime, plan_record, planned_memory
 from jzero.planner.plan_page import plan_html, write_page
 from jzero.planner.plan_text import plan_text
-from jzero.planner.products import BACKWARD, FORWARD, Walk, products
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import deepspeed_estimate, host_reads
 from jzero.planner.step_time import step_time
 from jzero.planner.traced_collectives import across_hosts, moves, whole_sequences
+from jzero.planner.traced_matmuls import BACKWARD, FORWARD, Walk, matmuls
 from jzero.step.batch import amount_of
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
@@ -129,7 +129,7 @@ class Prepared:
         with slow_work(f"compiling the step for {self.cluster}"), no_compilation_cache():
             compiled = self.lowered.compile()
         seconds = self.seconds + time.monotonic() - start
-        return replace(read_plan(self, compiled, self.cluster.room, rates), compile_s=seconds)
+        return replace(read_plan(self, compiled, self.cluster.usable, rates), compile_s=seconds)
 
 
 def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMemory, rates: Rates) -> Plan:
@@ -148,16 +148,17 @@ def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMe
     except ValueError as error:  # a spelling that the reader of the program does not know
         problem = str(error)
     warnings = [
-        *advice(step, gpu, text, found, products(traced), amount),
+        *advice(step, gpu, text, found, matmuls(traced), amount),
         *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
         *gathered_sequences(moved, step.mesh, step.config.context_parallel.attention),
         *undivided_parameters(step),
         *across_hosts(moved, step.mesh),
     ]
     return Plan(
-        step, gpu, cluster.nodes, cluster.gpus_per_node, amount,
-        planned_memory(step, compiled, there), found, moved, planned, problem, tuple(warnings),
-        deepspeed_estimate(step), text, 0.0,
+        step=step, gpu=gpu, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, amount=amount,
+        memory=planned_memory(step, compiled, there), collectives=found, moves=moved, time=planned,
+        time_problem=problem, warnings=tuple(warnings), deepspeed_bytes=deepspeed_estimate(step), text=text,
+        compile_s=0.0,
     )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None =
     nodes = len({host_of(device) for device in devices})
     cluster = Cluster(gpu_key(devices[0]), nodes, len(devices) // nodes)
     prepared = Prepared(step, cluster, step.first.batch_shapes, traced, traced.lower(), 0.0)
-    there, rates = usable_memory_here() or cluster.room, rates or Rates.of(cluster.gpu)
+    there, rates = usable_memory_here() or cluster.usable, rates or Rates.of(cluster.gpu)
     plan = read_plan(prepared, prepared.lowered.compile(), there, rates)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     return replace(plan, measured=Measured(step_s, max(peaks)))

@@ -20,12 +20,28 @@ from jzero.display.figure import GRID, INK, colour, new_figure
 from jzero.display.text_table import size_text, text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
-from jzero.planner import candidates as keys
-from jzero.planner.advice import nearest, nearest_text, too_large
-from jzero.planner.candidates import Candidate, Raw, Task, is_open, merged, value_at
+from jzero.planner.candidates import (
+    CHUNKS,
+    MESH_DATA,
+    MESH_PIPE,
+    MESH_ZERO,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    POLICY,
+    SCHEDULE,
+    STAGE,
+    UNROLL,
+    Candidate,
+    Raw,
+    Task,
+    is_open,
+    merged,
+    value_at,
+)
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import Cluster, gpu
 from jzero.planner.named_models import named_model, of_the_model
+from jzero.planner.nearest import nearest, nearest_text, too_large
 from jzero.planner.plan import lower_step, no_compilation_cache
 from jzero.planner.plan_facts import fit_verdict
 from jzero.planner.plan_text import plan_text
@@ -42,7 +58,7 @@ SHOWN = 12  # configurations
 COLUMNS = ["", "tokens/s per GPU", "step", "peak", "left", "configuration"]
 FORMATS = (".svg", ".png", ".pdf")
 _GIB = 2**30
-SCHEMA, OUT, MINUTES = 1, "best.json", 10.0
+SCHEMA, OUT, MINUTES = 2, "best.json", 10.0
 HELD = (
     "all state on the GPUs; fewer GPUs may be enough with state in host memory: "
     '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the config'
@@ -92,7 +108,7 @@ def main(args: Namespace) -> int:
     if args.json != "-":
         with no_compilation_cache():
             batch = shapes(made.step.batch_sizes.train)
-            found = nearest(made.step, batch, made.memory.peak_bytes, made.memory.room.most)
+            found = nearest(made.step, batch, made.memory.peak_bytes, made.memory.usable.most)
         print(f"\n{nearest_text(found, made.step, made.memory.live)}")
     raise ConfigError(too_large(made))
 
@@ -163,7 +179,7 @@ def formula(model: Model, config: Config, cluster: Cluster) -> str:
     Raises:
       ConfigError: a config that does not fit the GPUs or itself.
     """
-    there, rows = cluster.room, []
+    there, rows = cluster.usable, []
     for stage, found in bytes_by_stage(model, config, devices=cluster.described()).items():
         sizes = (found.masters + found.optimizer - found.host, found.parameters, found.gradients, found.total)
         mark = "  <- the config's" if stage == config.zero_optimization.stage else ""
@@ -187,15 +203,15 @@ def _search(args: Namespace) -> int:
             record = {
                 "nodes": task.cluster.nodes,
                 "gpus_per_node": task.cluster.gpus_per_node,
-                "outcomes": [asdict(best)],
+                "estimates": [asdict(best)],
             }
             text = _smallest_text(task, best)
         else:
             found = search_configs(task, minutes=args.minutes or MINUTES, every=bool(args.frontier), seen=seen)
             best, text = found.best, search_text(found)
-            outcomes = [asdict(one) for one in found.outcomes]
-            record = {"outcomes": outcomes, "dropped": dict(found.dropped), "seconds": found.seconds}
-    config, out = merged(raw, best.choice), args.out or OUT
+            estimates = [asdict(one) for one in found.estimates]
+            record = {"estimates": estimates, "dropped": dict(found.dropped), "seconds": found.seconds}
+    config, out = merged(raw, best.candidate), args.out or OUT
     Path(out).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     record = {"schema": SCHEMA, "config": config, **record}
     _show(args, lambda: f"{text}\nwritten: {out}; its plan: {_next(task, out)}", lambda: record)
@@ -208,9 +224,9 @@ def _smallest_text(task: Task, found: Estimate) -> str:
     raw, there = task.raw, task.cluster
     title = f"{task.model} fits {there.gpus} x {there.gpu} ({there.nodes} x {there.gpus_per_node})"
     drawn = text_table(title, COLUMNS[1:], [row(raw, found)[1:]], left=["configuration"])
-    held = [HELD] if all(is_open(raw, key) for key in (keys.OFFLOAD_OPTIMIZER, keys.OFFLOAD_PARAM)) else []
+    held = [HELD] if all(is_open(raw, key) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)) else []
     lines = [*needs(task, found), *held, "", "as lines of the config (--search finds a faster one):"]
-    return "\n".join([drawn, *lines, settings_json(found.choice)])
+    return "\n".join([drawn, *lines, settings_json(found.candidate)])
 
 
 def _next(task: Task, out: str) -> str:
@@ -223,27 +239,27 @@ def _next(task: Task, out: str) -> str:
     )
 
 
-def describe_candidate(raw: Raw, choice: Candidate) -> str:
-    """Describe a choice in the field's words; `raw` has what the config keeps.
+def describe_candidate(raw: Raw, candidate: Candidate) -> str:
+    """Describe a candidate in the field's words; `raw` has what the config keeps.
 
     >>> describe_candidate({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
     'ZeRO-2, zero 8, micro-batch 2 x 4, policy none'
     """
 
     def value(key: str) -> Any:
-        return choice.get(key, value_at(raw, key))
+        return candidate.get(key, value_at(raw, key))
 
-    axes = {key.removeprefix("mesh."): value(key) or 1 for key in (keys.PIPE, keys.DATA, keys.ZERO)}
-    chunks = f" of {value(keys.CHUNKS)} chunks" if (value(keys.CHUNKS) or 1) > 1 else ""
+    axes = {key.removeprefix("mesh."): value(key) or 1 for key in (MESH_PIPE, MESH_DATA, MESH_ZERO)}
+    chunks = f" of {value(CHUNKS)} chunks" if (value(CHUNKS) or 1) > 1 else ""
     words = {
-        f"ZeRO-{value(keys.STAGE) or 0}": True,
+        f"ZeRO-{value(STAGE) or 0}": True,
         **{f"{axis} {degree}": degree > 1 for axis, degree in axes.items()},
         f"micro-batch {value(MICRO)} x {value(ACCUM)}": True,
-        f"{value(keys.SCHEDULE) or '1f1b'}{chunks}": axes["pipe"] > 1,
-        f"policy {value(keys.POLICY) or 'none'}": True,
-        "stack.unroll false": value(keys.UNROLL) is False,
-        "offload_optimizer": value(keys.OFFLOAD_OPTIMIZER) == "cpu",
-        "offload_param": value(keys.OFFLOAD_PARAM) == "cpu",
+        f"{value(SCHEDULE) or '1f1b'}{chunks}": axes["pipe"] > 1,
+        f"policy {value(POLICY) or 'none'}": True,
+        "stack.unroll false": value(UNROLL) is False,
+        "offload_optimizer": value(OFFLOAD_OPTIMIZER) == "cpu",
+        "offload_param": value(OFFLOAD_PARAM) == "cpu",
     }
     return ", ".join(word for word, shown in words.items() if shown)
 
@@ -256,13 +272,13 @@ def row(raw: Raw, found: Estimate, fastest: Estimate | None = None) -> list[str]
     left = size_text(found.margin_bytes) if found.fits else f"-{size_text(-found.margin_bytes)}"
     speed = f"{found.tokens_per_s_gpu:,.0f}" if found.tokens_per_s_gpu else "-"
     step = f"{1000 * found.step_s:,.0f} ms" if found.step_s else "-"
-    return [mark, speed, step, size_text(found.peak_bytes), left, describe_candidate(raw, found.choice)]
+    return [mark, speed, step, size_text(found.peak_bytes), left, describe_candidate(raw, found.candidate)]
 
 
 def progress(raw: Raw, found: Estimate) -> str:
     """Return the line about a configuration that was just compiled."""
     if not found.peak_bytes:
-        return f"not compiled: {describe_candidate(raw, found.choice)}: {found.problem}"
+        return f"not compiled: {describe_candidate(raw, found.candidate)}: {found.problem}"
     _, speed, step, peak, left, name = row(raw, found)
     what = f"{step}, {speed} tokens/s per GPU" if found.fits else "does not fit"
     return f"{what}, peak {peak}, {left} left: {name}"
@@ -275,7 +291,7 @@ def search_text(found: Search) -> str:
       ConfigError: nothing fits.
     """
     best, task, raw = found.best, found.task, found.task.raw
-    compiled = [one for one in found.outcomes if one.peak_bytes]
+    compiled = [one for one in found.estimates if one.peak_bytes]
     title = (
         f"{task.model}, {task.sequence} tokens a row, on {task.cluster}: {len(compiled)} "
         f"configurations compiled in {found.seconds:.0f} s, ±{best.uncertainty:.0%}"
@@ -286,18 +302,20 @@ def search_text(found: Search) -> str:
         parts.append("not compiled: " + ", ".join(f"{count} ({why})" for why, count in found.dropped.items()))
     untried = found.dropped.get(LATE, 0)
     which = f"the fastest of {len(compiled)}; --minutes left {untried} untried" if untried else "the fastest"
-    return "\n".join([*parts, *needs(task, best), "", f"{which}, as lines of the config:", settings_json(best.choice)])
+    return "\n".join(
+        [*parts, *needs(task, best), "", f"{which}, as lines of the config:", settings_json(best.candidate)]
+    )
 
 
 def needs(task: Task, found: Estimate) -> list[str]:
     """Return the lines about what a configuration needs of its GPUs and hosts."""
     host = f"needs {size_text(found.host_bytes)} of pinned host memory for each GPU"
-    return [fit_verdict(found.peak_bytes, task.cluster.room), *[host] * bool(found.host_bytes)]
+    return [fit_verdict(found.peak_bytes, task.cluster.usable), *[host] * bool(found.host_bytes)]
 
 
-def settings_json(choice: Candidate) -> str:
-    """Write a choice as the JSON that has to be in the config."""
-    return json.dumps(merged({}, choice), indent=2)
+def settings_json(candidate: Candidate) -> str:
+    """Write a candidate as the JSON that has to be in the config."""
+    return json.dumps(merged({}, candidate), indent=2)
 
 
 def frontier_figure(found: Search) -> Figure:
@@ -309,27 +327,27 @@ def frontier_figure(found: Search) -> Figure:
     best, raw = found.frontier, found.task.raw
     figure = new_figure(9, 4.5 + 0.22 * len(best))
     axes = figure.add_subplot()
-    others = [one for one in found.outcomes if one.step_s and one not in best]
+    others = [one for one in found.estimates if one.step_s and one not in best]
     axes.scatter(*_points(others), color=GRID, edgecolor=INK, linewidth=0.5)
     axes.plot(*_points(best), color=colour(0), marker="o")
     for number, one in enumerate(best, 1):
         (x,), (y,) = _points([one])
-        label_ = f"{number}. {describe_candidate(raw, one.choice)}"
+        label_ = f"{number}. {describe_candidate(raw, one.candidate)}"
         axes.annotate(str(number), (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=9)
         axes.plot([], [], " ", label=label_)
     if best:
         axes.axvline(best[0].usable_bytes / _GIB, color=INK, linewidth=1, linestyle="--")
     axes.set_xlabel("peak memory per GPU, GiB (dashed: what the GPU has)")
     axes.set_ylabel(
-        "tokens/s per GPU" if all(one.tokens_per_s_gpu for one in found.outcomes if one.step_s) else "samples/s"
+        "tokens/s per GPU" if all(one.tokens_per_s_gpu for one in found.estimates if one.step_s) else "samples/s"
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower left", frameon=False, fontsize=8, handlelength=0)
     return figure
 
 
-def _points(outcomes: list[Estimate] | tuple[Estimate, ...]) -> tuple[list[float], list[float]]:
+def _points(estimates: list[Estimate] | tuple[Estimate, ...]) -> tuple[list[float], list[float]]:
     """Return the coordinates: GiB, and tokens/s per GPU or samples/s."""
-    return [one.peak_bytes / _GIB for one in outcomes], [
-        one.tokens_per_s_gpu or one.samples_per_s or 0 for one in outcomes
+    return [one.peak_bytes / _GIB for one in estimates], [
+        one.tokens_per_s_gpu or one.samples_per_s or 0 for one in estimates
     ]

@@ -22,7 +22,7 @@ from jzero.planner.traced_collectives import TracedCollectives
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
 
-SLACK = 0.95  # of XLA's limit, from which it schedules a step to use less memory
+PREALLOCATED_SHARE = 0.95  # of XLA's limit, from which it schedules a step to use less memory
 
 
 ASSUMED = 0.10  # the relative error to expect where a rate is assumed
@@ -40,14 +40,14 @@ class PlannedMemory:
       host_bytes: of host memory per GPU.
       xla: the compiler's own figures.
       live: the largest temporary buffers at the peak.
-      room: what the GPU has.
+      usable: what the GPU has for XLA.
     """
 
     parts: dict[str, int]
     host_bytes: int
     xla: Memory
     live: Live
-    room: UsableMemory
+    usable: UsableMemory
 
     @property
     def peak_bytes(self) -> int:
@@ -56,7 +56,7 @@ class PlannedMemory:
     @property
     def fits(self) -> bool:
         """Return whether the peak fits into the GPU besides NCCL and CUDA, with XLA's fraction raised if need be."""
-        return self.peak_bytes <= self.room.most
+        return self.peak_bytes <= self.usable.most
 
     @property
     def largest(self) -> str:
@@ -64,20 +64,20 @@ class PlannedMemory:
 
     @property
     def verdict(self) -> str:
-        return fit_verdict(self.peak_bytes, self.room)
+        return fit_verdict(self.peak_bytes, self.usable)
 
 
-def fit_verdict(peak_bytes: int, room: UsableMemory) -> str:
+def fit_verdict(peak_bytes: int, usable: UsableMemory) -> str:
     """Say in one line whether a peak fits, and what XLA must be given for it."""
-    peak, own = size_text(peak_bytes), size_text(room.device - room.most)
-    if peak_bytes > room.most:
-        return f"does not fit: {peak} of at most {size_text(room.most)}"
-    if peak_bytes <= SLACK * room.preallocated:
-        share = peak_bytes / room.preallocated
-        return f"fits: {peak} is {share:.0%} of the {size_text(room.preallocated)} that XLA preallocates"
-    if room.most == room.device:  # a device that is there, and what XLA has of it
-        return f"fits: {peak} is {peak_bytes / room.most:.0%} of the {size_text(room.most)} that XLA has"
-    fraction, given = int(100 * room.limit / room.device) / 100, size_text(room.preallocated)
+    peak, own = size_text(peak_bytes), size_text(usable.device - usable.most)
+    if peak_bytes > usable.most:
+        return f"does not fit: {peak} of at most {size_text(usable.most)}"
+    if peak_bytes <= PREALLOCATED_SHARE * usable.preallocated:
+        share = peak_bytes / usable.preallocated
+        return f"fits: {peak} is {share:.0%} of the {size_text(usable.preallocated)} that XLA preallocates"
+    if usable.most == usable.device:  # a device that is there, and what XLA has of it
+        return f"fits: {peak} is {peak_bytes / usable.most:.0%} of the {size_text(usable.most)} that XLA has"
+    fraction, given = int(100 * usable.limit / usable.device) / 100, size_text(usable.preallocated)
     return (
         f"fits if XLA may take more than its {given}: set {FRACTION}={fraction:.2f}, as planned; {own} are assumed "
         "for NCCL and CUDA"
@@ -256,7 +256,7 @@ def schedule_of(step: TrainStep) -> PipelineSchedule | None:
 def plan_record(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
     """Return a plan as JSON values; `tokens` and `price` as for `Plan.record`."""
     budget, gpu, step, sizes = budget_of(plan, tokens, price), plan.gpu, plan.step, plan.step.batch_sizes
-    memory, room, time, schedule = plan.memory, plan.memory.room, plan.time, plan.schedule
+    memory, usable, time, schedule = plan.memory, plan.memory.usable, plan.time, plan.schedule
     layouts = jax.tree.leaves(step.layouts)
     ticks = ("name", "stages", "micro_batches", "chunks", "ticks")
     return {
@@ -277,7 +277,7 @@ def plan_record(plan: PlanFacts, tokens: float | None = None, price: float | Non
         },
         "memory": {
             "peak_bytes": memory.peak_bytes, "parts": dict(memory.parts), "host_bytes": memory.host_bytes,
-            "preallocated_bytes": room.preallocated, "usable_bytes": room.most, "fits": memory.fits,
+            "preallocated_bytes": usable.preallocated, "usable_bytes": usable.most, "fits": memory.fits,
             "verdict": memory.verdict, "deepspeed_bytes": plan.deepspeed_bytes, "temps_bytes": memory.xla.temps,
             "live_bytes": memory.live.peak_bytes, "live_at": memory.live.at,
             "live": [asdict(buffer) for buffer in memory.live.buffers[:MOST_BUFFERS]],

@@ -112,7 +112,7 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _method(plan: PlanFacts) -> list[str]:
-    there = plan.memory.room
+    there = plan.memory.usable
     lines = [
         f"The step was compiled for {plan.gpus} x {plan.gpu.description} ({plan.nodes} nodes of {plan.gpus_per_node}) "
         f"{'on them' if plan.measured else 'with no GPU in the machine'}. Device properties: {plan.gpu.source}.",
@@ -128,7 +128,7 @@ def _method(plan: PlanFacts) -> list[str]:
     if plan.time:
         lines.append(
             f"Rates: {plan.time.origin}. Energy: the card's power limit, {plan.gpu.watts} W, all the time; no hosts, "
-            f"network or cooling. MFU: forward and backward products over the data sheet's {plan.gpu.tflops[0]:,.0f} "
+            f"network or cooling. MFU: forward and backward matmuls over the data sheet's {plan.gpu.tflops[0]:,.0f} "
             "TFLOP/s."
         )
     return lines
@@ -140,7 +140,7 @@ def memory_figure(memory: PlannedMemory) -> Figure:
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    figure, there, gib = new_figure(11, 2.3), memory.room, 2**30
+    figure, there, gib = new_figure(11, 2.3), memory.usable, 2**30
     axes = figure.add_subplot(ylim=(-0.55, 1.5), xlim=(0, 1.01 * max(there.device, memory.peak_bytes) / gib))
     left = 0.0
     for i, (name, size) in enumerate(memory.parts.items()):

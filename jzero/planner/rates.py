@@ -197,7 +197,7 @@ def from_data_sheet(name: str, card: GPU) -> Rates:
         H200,
         kind=name,
         origin=DATA_SHEET,
-        source="data sheet: products x 0.70; other rates scaled by the H200's measured share",
+        source="data sheet: matmuls x 0.70; other rates scaled by the H200's measured share",
         products=tuple((kind, _SHARE * rate) for kind, rate in products.items()),
         late=H100.late,
         scale=1.0,

@@ -2,8 +2,8 @@
 
 The search is by branch and bound.
 
-A choice is dropped without compiling it if its model state alone does not fit; if its products at the full rate take
-longer than the fastest step found; or if compiled choices of its kind (pipeline or not, what it recomputes) predict
+A candidate is dropped without compiling it if its model state alone does not fit; if its products at the full rate take
+longer than the fastest step found; or if compiled candidates of its kind (pipeline or not, what it recomputes) predict
 that it does not fit or is slower: activations grow with the micro-batches that a device keeps, and the share of the
 time that is not products grows with the number of micro-batches. The rest is compiled, the most promising first.
 """
@@ -23,17 +23,33 @@ from jzero.config.sizes import ACCUM, MICRO
 from jzero.display.slow_work import slow_work
 from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
-from jzero.planner import candidates as keys
-from jzero.planner.candidates import Bounds, Candidate, SearchSpace, Task, is_open, lines, value_at
-from jzero.planner.estimates import Estimate, Pool, outcome
+from jzero.planner.candidates import (
+    CHUNKS,
+    MESH_PIPE,
+    MESH_ZERO,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    POLICIES,
+    POLICY,
+    STAGE,
+    UNROLL,
+    Bounds,
+    Candidate,
+    SearchSpace,
+    Task,
+    is_open,
+    lines,
+    value_at,
+)
+from jzero.planner.estimates import Estimate, Pool, estimate
 from jzero.planner.gpus import Cluster
 
 EQUAL = 0.03  # two estimates that differ by less are called equal
 MOST_NODES, MOST_STAGES = 2048, 64
-TRIED = 3  # of the leanest choices for one number of GPUs
-SLACK = 0.05  # of the memory: how far a prediction from other choices may be off
+TRIED = 3  # of the leanest candidates for one number of GPUs
+PREDICTION_ERROR = 0.05  # of the memory: how far a prediction from other candidates may be off
 INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE = (
-    "not for this model", "model state too large", "slower even at the full rate of products",
+    "not for this model", "model state too large", "slower even at the full rate of matmuls",
     "predicted too large or too slow, from the compiled configs", "a larger micro-batch fits", "no time left",
 )  # fmt: skip
 
@@ -43,14 +59,14 @@ class Search:
     """The result of a search.
 
     Attributes:
-      outcomes: all that was compiled: those that fit first, the fastest first.
-      dropped: {reason: number of choices} that were not compiled.
+      estimates: all that was compiled: those that fit first, the fastest first.
+      dropped: {reason: number of candidates} that were not compiled.
       seconds: of the search.
-      problem: of the first choice that the model or the config refused.
+      problem: of the first candidate that the model or the config refused.
     """
 
     task: Task
-    outcomes: tuple[Estimate, ...]
+    estimates: tuple[Estimate, ...]
     dropped: Mapping[str, int]
     seconds: float
     problem: str = ""
@@ -62,16 +78,16 @@ class Search:
         Raises:
           ConfigError: nothing fits.
         """
-        for found in self.outcomes:
+        for found in self.estimates:
             if found.fits and found.step_s:
                 return found
         raise ConfigError(nothing_fits(self))
 
     @property
     def frontier(self) -> tuple[Estimate, ...]:
-        """The outcomes that no other beats in both memory and speed, the fastest first."""
+        """The estimates that no other beats in both memory and speed, the fastest first."""
         found: list[Estimate] = []
-        for one in sorted((o for o in self.outcomes if o.step_s), key=lambda o: (o.step_s, o.peak_bytes)):
+        for one in sorted((o for o in self.estimates if o.step_s), key=lambda o: (o.step_s, o.peak_bytes)):
             found += [one] * (not found or one.peak_bytes < found[-1].peak_bytes)
         return tuple(found)
 
@@ -83,16 +99,16 @@ def search_configs(
 
     Args:
       minutes: at most, for the compilations.
-      every: drop no choice that needs less memory than all faster ones, for a frontier.
-      seen: called with every outcome as it comes.
+      every: drop no candidate that needs less memory than all faster ones, for a frontier.
+      seen: called with every estimate as it comes.
 
     Raises:
-      ConfigError: no global batch, or no choice that fits the config, the model and the GPUs.
+      ConfigError: no global batch, or no candidate that fits the config, the model and the GPUs.
     """
     began = time.monotonic()
     bounds = Bounds(task)
-    choices = _OpenChoices(bounds, list(bounds.space.choices()), task.cluster.room.most, every)
-    if not choices.open:
+    candidates = _OpenCandidates(bounds, list(bounds.space.candidates()), task.cluster.usable.most, every)
+    if not candidates.open:
         raise ConfigError(
             f"train_batch_size = {bounds.space.rows}: no mesh and micro-batch of {task.cluster.gpus} GPUs divides it"
         )
@@ -101,29 +117,29 @@ def search_configs(
         alive = True
         while True:
             in_time = alive and time.monotonic() < began + 60 * minutes
-            while in_time and len(running) < pool.size and (choice := choices.next(list(running.values()))):
-                running[pool.submit(outcome, task, choice)] = choice
+            while in_time and len(running) < pool.size and (candidate := candidates.next(list(running.values()))):
+                running[pool.submit(estimate, task, candidate)] = candidate
             if not running:
                 break
             done, _ = wait(running, max(0.0, began + 60 * minutes - time.monotonic()), FIRST_COMPLETED)
             if not done:
                 break
             for future in done:
-                choice = running.pop(future)
+                candidate = running.pop(future)
                 try:
                     found = future.result()
                 except BrokenProcessPool:  # the system ran out of memory, for example
-                    found, alive = Estimate(choice, problem="the process that compiled it was killed"), False
-                choices.learn(found)
+                    found, alive = Estimate(candidate, problem="the process that compiled it was killed"), False
+                candidates.learn(found)
                 seen(found)
-    choices.dropped[LATE] += len(choices.open) + len(running)
-    outcomes = sorted(choices.found, key=lambda o: (not o.fits, o.step_s or 1e9, o.peak_bytes))
-    dropped = {reason: count for reason, count in choices.dropped.items() if count}
-    return Search(task, tuple(outcomes), dropped, time.monotonic() - began, choices.problem)
+    candidates.dropped[LATE] += len(candidates.open) + len(running)
+    estimates = sorted(candidates.found, key=lambda o: (not o.fits, o.step_s or 1e9, o.peak_bytes))
+    dropped = {reason: count for reason, count in candidates.dropped.items() if count}
+    return Search(task, tuple(estimates), dropped, time.monotonic() - began, candidates.problem)
 
 
-class _OpenChoices:
-    """The open choices, and what the compiled ones tell about them.
+class _OpenCandidates:
+    """The open candidates, and what the compiled ones tell about them.
 
     Attributes:
       open: not compiled and not dropped.
@@ -132,20 +148,24 @@ class _OpenChoices:
       activations: {kind: bytes per row of a micro-batch that the device keeps}.
     """
 
-    def __init__(self, bounds: Bounds, choices: list[Candidate], most: int, every: bool):
-        self.bounds, self.open, self.most, self.every = bounds, choices, most, every
+    def __init__(self, bounds: Bounds, candidates: list[Candidate], most: int, every: bool):
+        self.bounds, self.open, self.most, self.every = bounds, candidates, most, every
         self.found: list[Estimate] = []
         self.dropped: Counter[str] = Counter()
         self.activations: dict[tuple[object, ...], float] = {}
-        self.problem = ""  # of the first choice that is invalid
-        self.wider = self._wider(list(choices))
+        self.problem = ""  # of the first candidate that is invalid
+        self.wider = self._wider(list(candidates))
 
     def next(self, running: list[Candidate]) -> Candidate | None:
-        """Take the most promising open choice; None if there is none before one that runs tells more."""
+        """Take the most promising open candidate; None if there is none before one that runs tells more."""
         while True:
             self._drop()
-            probing = {self._kind(choice) for choice in running} - self.activations.keys()
-            ready = [c for c in self.open if self._kind(c) not in probing and self._peak(c) <= (1 + SLACK) * self.most]
+            probing = {self._kind(candidate) for candidate in running} - self.activations.keys()
+            ready = [
+                c
+                for c in self.open
+                if self._kind(c) not in probing and self._peak(c) <= (1 + PREDICTION_ERROR) * self.most
+            ]
             if ready:
                 chosen = min(ready, key=self._promise)
                 self.open.remove(chosen)
@@ -160,56 +180,56 @@ class _OpenChoices:
 
     def learn(self, found: Estimate) -> None:
         self.found.append(found)
-        choice = found.choice
+        candidate = found.candidate
         if not found.peak_bytes:
             return
-        kind, rows = self._kind(choice), self._micro(choice) * self.bounds.pipeline(choice)[0]
-        beyond = max(0, found.peak_bytes - self.bounds.memory(choice)) / rows
+        kind, rows = self._kind(candidate), self._micro(candidate) * self.bounds.pipeline(candidate)[0]
+        beyond = max(0, found.peak_bytes - self.bounds.memory(candidate)) / rows
         self.activations[kind] = min(beyond, self.activations.get(kind, beyond))
-        if found.fits and not self.every and self.bounds.stages(choice) == 1:
-            self._close(SMALLER, lambda c: _same(c, choice) and self._micro(c) < self._micro(choice))
+        if found.fits and not self.every and self.bounds.stages(candidate) == 1:
+            self._close(SMALLER, lambda c: _same(c, candidate) and self._micro(c) < self._micro(candidate))
         if not found.fits:
-            self._close(PREDICTED, lambda c: _same(c, choice) and self._micro(c) > self._micro(choice))
+            self._close(PREDICTED, lambda c: _same(c, candidate) and self._micro(c) > self._micro(candidate))
 
     def _wider(self, first: list[Candidate]) -> Iterator[list[Candidate]]:
-        """Yield choices that give up speed for memory: a scanned stack, then state in host memory.
+        """Yield candidates that give up speed for memory: a scanned stack, then state in host memory.
 
         The scan comes where nothing fits, or what fits recomputes more; the others where nothing fits.
         """
         raw = self.bounds.raw
-        if is_open(raw, keys.UNROLL):
+        if is_open(raw, UNROLL):
             fastest = min(self.fitting(), key=lambda o: o.step_s or 0, default=None)
-            policy = None if self.every or fastest is None else fastest.choice.get(keys.POLICY)
-            less = keys.POLICIES[: keys.POLICIES.index(policy)] if policy else keys.POLICIES
-            yield [c | {keys.UNROLL: False} for c in first if c.get(keys.POLICY, "none") in less]
-        for key, least in ((keys.OFFLOAD_OPTIMIZER, 1), (keys.OFFLOAD_PARAM, 3)):
+            policy = None if self.every or fastest is None else fastest.candidate.get(POLICY)
+            less = POLICIES[: POLICIES.index(policy)] if policy else POLICIES
+            yield [c | {UNROLL: False} for c in first if c.get(POLICY, "none") in less]
+        for key, least in ((OFFLOAD_OPTIMIZER, 1), (OFFLOAD_PARAM, 3)):
             if is_open(raw, key) and (self.every or not self.fitting()):
-                first = [wide | {key: "cpu"} for choice in first if (wide := self._at_stage(choice, least))]
+                first = [wide | {key: "cpu"} for candidate in first if (wide := self._at_stage(candidate, least))]
                 yield first
 
-    def _at_stage(self, choice: Candidate, least: int) -> Candidate | None:
-        """Return the choice if its stage is high enough; on one replica every stage partitions the same: raise it."""
-        stage = choice.get(keys.STAGE, value_at(self.bounds.raw, keys.STAGE) or 0)
+    def _at_stage(self, candidate: Candidate, least: int) -> Candidate | None:
+        """Return the candidate if its stage is high enough; on one replica all stages partition the same: raise it."""
+        stage = candidate.get(STAGE, value_at(self.bounds.raw, STAGE) or 0)
         if stage >= least:
-            return choice
-        return choice | {keys.STAGE: least} if keys.STAGE in choice and choice.get(keys.ZERO) == 1 else None
+            return candidate
+        return candidate | {STAGE: least} if STAGE in candidate and candidate.get(MESH_ZERO) == 1 else None
 
     def fitting(self) -> list[Estimate]:
         return [found for found in self.found if found.fits]
 
     # ---------------------------------------------------------------- parts of it
 
-    def _promise(self, choice: Candidate) -> tuple[float, ...]:
+    def _promise(self, candidate: Candidate) -> tuple[float, ...]:
         """Sort first what should be fast, then large micro-batches and low stages.
 
         Of a kind that nothing is known of, small micro-batches and high stages come first, which should fit.
         """
-        micro, stage = self._micro(choice), choice.get(keys.STAGE, 0)
-        known = self._kind(choice) in self.activations
-        return round(self._seconds(choice), 3), *((-micro, stage) if known else (micro, -stage))
+        micro, stage = self._micro(candidate), candidate.get(STAGE, 0)
+        known = self._kind(candidate) in self.activations
+        return round(self._seconds(candidate), 3), *((-micro, stage) if known else (micro, -stage))
 
     def _drop(self) -> None:
-        """Close the choices that are known to be too large or too slow."""
+        """Close the candidates that are known to be too large or too slow."""
         self._close(INVALID, self._is_invalid)
         self._close(STATE, lambda c: self.bounds.memory(c) > self.most)
         if self.every:
@@ -218,63 +238,63 @@ class _OpenChoices:
             self._close(SLOW, lambda c: self.bounds.seconds(c) > fastest)
             self._close(PREDICTED, lambda c: self._seconds(c) > fastest)
 
-    def _is_beaten(self, choice: Candidate) -> bool:
-        seconds, peak = self._seconds(choice), self._peak(choice)
+    def _is_beaten(self, candidate: Candidate) -> bool:
+        seconds, peak = self._seconds(candidate), self._peak(candidate)
         return any(o.step_s and o.step_s < seconds and o.peak_bytes < peak for o in self.found)
 
     def _close(self, reason: str, drop: Callable[[Candidate], bool]) -> None:
-        kept = [choice for choice in self.open if not drop(choice)]
+        kept = [candidate for candidate in self.open if not drop(candidate)]
         self.dropped[reason] += len(self.open) - len(kept)
         self.open = kept
 
-    def _is_invalid(self, choice: Candidate) -> bool:
-        """Return whether a choice contradicts itself or the model."""
+    def _is_invalid(self, candidate: Candidate) -> bool:
+        """Return whether a candidate contradicts itself or the model."""
         try:
-            self.bounds.memory(choice)
+            self.bounds.memory(candidate)
         except ConfigError as error:
             self.problem = self.problem or str(error)
             return True
         return False
 
-    def _peak(self, choice: Candidate) -> float:
-        beyond = self.activations.get(self._kind(choice), 0.0)
-        return self.bounds.memory(choice) + beyond * self._micro(choice) * self.bounds.pipeline(choice)[0]
+    def _peak(self, candidate: Candidate) -> float:
+        beyond = self.activations.get(self._kind(candidate), 0.0)
+        return self.bounds.memory(candidate) + beyond * self._micro(candidate) * self.bounds.pipeline(candidate)[0]
 
-    def _seconds(self, choice: Candidate) -> float:
+    def _seconds(self, candidate: Candidate) -> float:
         """Predict the time, from the fastest of its kind with micro-batches as large, which waste the least."""
-        bound, micro = self.bounds.seconds(choice), self._micro(choice)
+        bound, micro = self.bounds.seconds(candidate), self._micro(candidate)
         shares = [
-            self.bounds.seconds(o.choice) / o.step_s
+            self.bounds.seconds(o.candidate) / o.step_s
             for o in self.found
-            if o.step_s and self._alike(o.choice, choice) and self._micro(o.choice) >= micro
+            if o.step_s and self._alike(o.candidate, candidate) and self._micro(o.candidate) >= micro
         ]
         return bound / max(shares, default=1.0)
 
-    def _kind(self, choice: Candidate) -> tuple[object, ...]:
-        """Return what choices have in common that are alike in activations and efficiency."""
-        names = (keys.POLICY, keys.UNROLL, keys.OFFLOAD_OPTIMIZER, keys.OFFLOAD_PARAM)
-        return self.bounds.stages(choice) > 1, *(choice.get(key) for key in names)
+    def _kind(self, candidate: Candidate) -> tuple[object, ...]:
+        """Return what candidates have in common that are alike in activations and efficiency."""
+        names = (POLICY, UNROLL, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
+        return self.bounds.stages(candidate) > 1, *(candidate.get(key) for key in names)
 
     def _alike(self, one: Candidate, other: Candidate) -> bool:
         """Return whether products take the same share of the time; what communicates depends on the stage."""
-        stages = self.bounds.stages(one) == 1 and one.get(keys.STAGE) != other.get(keys.STAGE)
+        stages = self.bounds.stages(one) == 1 and one.get(STAGE) != other.get(STAGE)
         return self._kind(one) == self._kind(other) and not stages
 
-    def _micro(self, choice: Candidate) -> int:
-        return choice.get(MICRO) or value_at(self.bounds.raw, MICRO)
+    def _micro(self, candidate: Candidate) -> int:
+        return candidate.get(MICRO) or value_at(self.bounds.raw, MICRO)
 
 
 def _same(one: Candidate, other: Candidate) -> bool:
-    """Return whether two choices differ in the batch sizes alone."""
+    """Return whether two candidates differ in the batch sizes alone."""
     return all(one.get(key) == value for key, value in other.items() if key not in (MICRO, ACCUM))
 
 
 def nothing_fits(found: Search) -> str:
     """Return one line: what was tried, and what needs the least memory."""
-    tried = [one for one in found.outcomes if one.peak_bytes]
+    tried = [one for one in found.estimates if one.peak_bytes]
     none = f"no configuration of {found.task.model} fits {found.task.cluster}"
     if not tried:
-        problem = next((one.problem for one in found.outcomes if one.problem), found.problem)
+        problem = next((one.problem for one in found.estimates if one.problem), found.problem)
         why = f": {problem}" if problem else f" ({', '.join(found.dropped)})"
         return f"{none}{why}; `--fit` finds the smallest cluster"
     least = min(tried, key=lambda one: one.peak_bytes)
@@ -282,7 +302,7 @@ def nothing_fits(found: Search) -> str:
         return f"no configuration has an estimate of its time: {least.problem}"
     return (
         f"{none}: the smallest needs {size_text(least.peak_bytes)} of "
-        f"{size_text(least.usable_bytes)} per GPU ({lines(least.choice)}); `--fit` finds the smallest cluster"
+        f"{size_text(least.usable_bytes)} per GPU ({lines(least.candidate)}); `--fit` finds the smallest cluster"
     )
 
 
@@ -294,7 +314,7 @@ def smallest(task: Task, seen: Callable[[Estimate], None] = lambda found: None) 
 
     Args:
       task: its cluster's `gpus_per_node` fill a host; `nodes` does not matter.
-      seen: called with every outcome.
+      seen: called with every estimate.
 
     Raises:
       ConfigError: no global batch, or not even `MOST_NODES` hosts are enough.
@@ -304,9 +324,9 @@ def smallest(task: Task, seen: Callable[[Estimate], None] = lambda found: None) 
 
         @cache
         def leanest(cluster: Cluster) -> Estimate:
-            """Compile the leanest choices until one fits; the estimate of no program fits nothing."""
+            """Compile the leanest candidates until one fits; the estimate of no program fits nothing."""
             there = replace(task, cluster=cluster)
-            for future in [pool.submit(outcome, there, choice) for choice in _leanest(there)]:
+            for future in [pool.submit(estimate, there, candidate) for candidate in _leanest(there)]:
                 try:
                     found = future.result()
                 except BrokenProcessPool:
@@ -341,23 +361,23 @@ def _hosts(task: Task) -> list[int]:
     """List the numbers of hosts, from two, whose replicas can divide the global batch."""
     rows, each = SearchSpace(task.raw, task.cluster, 0).rows, task.cluster.gpus_per_node
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    given = value_at(task.raw, keys.PIPE)
+    given = value_at(task.raw, MESH_PIPE)
     stages = (given,) if isinstance(given, int) and given > 0 else range(1, MOST_STAGES + 1)
     counts = {n * s for n in divisors for s in stages if n * s % each == 0}
     return sorted(count // each for count in counts if each < count <= MOST_NODES * each)
 
 
 def _leanest(task: Task) -> Iterator[Candidate]:
-    """Yield the choices that need the least memory, by the formula, of those that it does not reject."""
-    bounds, most, needs = Bounds(task), task.cluster.room.most, {}
-    for choice in bounds.space.choices():
-        if choice.get(keys.POLICY, "full") != "full" or choice.get(keys.CHUNKS, 1) > 1:
+    """Yield the candidates that need the least memory, by the formula, of those that it does not reject."""
+    bounds, most, needs = Bounds(task), task.cluster.usable.most, {}
+    for candidate in bounds.space.candidates():
+        if candidate.get(POLICY, "full") != "full" or candidate.get(CHUNKS, 1) > 1:
             continue
-        lean = choice | ({keys.UNROLL: False} if is_open(task.raw, keys.UNROLL) else {})
+        lean = candidate | ({UNROLL: False} if is_open(task.raw, UNROLL) else {})
         key = tuple(value for name, value in lean.items() if name not in (MICRO, ACCUM))
         try:
-            needs[key] = bounds.memory(choice), lean  # the last has the smallest micro-batch
-        except ConfigError:  # the choice fits the model or itself not at all
+            needs[key] = bounds.memory(candidate), lean  # the last has the smallest micro-batch
+        except ConfigError:  # the candidate fits the model or itself not at all
             continue
     ranked = sorted(needs.values(), key=lambda item: item[0])
     yield from (lean for need, lean in ranked[:TRIED] if need <= most)

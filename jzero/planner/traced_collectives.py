@@ -20,7 +20,7 @@ from jzero.kernels.trace import Equation
 from jzero.mesh import CONTEXT, GROUP_AXES, TENSOR, degrees_text, present, spans_hosts
 from jzero.model import ENDS, Inputs, Model, StackModel, stack_functions
 from jzero.passes.gradients import COUNT, REDUCE
-from jzero.planner.products import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
+from jzero.planner.traced_matmuls import BACKWARD, FORWARD, OPTIMIZER, names_of, part_of
 from jzero.spread.matmuls import WHOLE_FACTOR
 from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
 from jzero.tiling import CUT

@@ -14,7 +14,7 @@ from jzero.display.text_table import quantity, text_table
 from jzero.mesh import PIPE
 from jzero.model import STACK, WHOLE
 from jzero.planner.gpus import GPUS
-from jzero.planner.products import OPTIMIZER, Product, Walk
+from jzero.planner.traced_matmuls import OPTIMIZER, Matmul, Walk
 from jzero.step.train_step import TrainStep
 
 Path = tuple[str, ...]
@@ -98,9 +98,9 @@ class StepFlops:
             lines.append(self._rate(seconds, kind))
         if self.optimizer:
             own = quantity(self.optimizer, "FLOP")
-            lines.append(f"besides the table: {own} of the optimizer's products, on whole arrays")
+            lines.append(f"besides the table: {own} of the optimizer's matmuls, on whole arrays")
         if self.stages > 1:
-            lines.append("the products of a pipeline's idle ticks are in the table: the devices run them")
+            lines.append("the matmuls of a pipeline's idle ticks are in the table: the devices run them")
         return [*lines, *self.notes]
 
     def peak(self, kind: str) -> float | None:
@@ -205,7 +205,7 @@ def _cells(module: Module, again: bool, total: float, indent: bool) -> list[str]
     return [name or "the step", quantity(module.params), *map(quantity, flops), quantity(module.bytes), share]
 
 
-def _notes(walk: Walk, products: list[Product]) -> Iterator[str]:
+def _notes(walk: Walk, products: list[Matmul]) -> Iterator[str]:
     if any(p.fused for p in products):
         yield "fused attention counts the pairs of query and key that its mask leaves"
     if walk.guesses["while"]:
@@ -213,4 +213,4 @@ def _notes(walk: Walk, products: list[Product]) -> Iterator[str]:
     if walk.guesses["cond"]:
         yield "a condition counts as the mean of its branches"
     for name, times in walk.unread.items():
-        yield f"not counted: {name} ({times} times), whose products no trace shows"
+        yield f"not counted: {name} ({times} times), whose matmuls no trace shows"

@@ -157,7 +157,7 @@ class Profiles:
 
     def _flops_text(self, number: int, step: TrainStep, traced: jax.stages.Traced) -> str:
         section, found = self._flops, step_flops(step, traced)
-        title = f"{TITLE}{number}: matrix products on one of {found.devices} devices"
+        title = f"{TITLE}{number}: matmuls on one of {found.devices} devices"
         top = None if section.detailed else section.top_modules
         drawn = found.table(title, section.module_depth, top, plain=section.output_file is not None)
         device = jax.local_devices()[0]

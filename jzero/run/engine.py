@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 
 from jzero.data import DataLoader, RepeatingLoader
-from jzero.data.curriculum import curriculum_of
+from jzero.data.curriculum import Part, curriculum_of
 from jzero.distributed import last_words, preemption
 from jzero.errors import ConfigError, refuse_keywords
 from jzero.events import EVENTS, EvaluationGiven, StepGiven
@@ -106,7 +106,7 @@ class Engine(CheckpointedRun):
         accum = self.step_fn.batch_sizes.accum
         if isinstance(source, Iterator):
             ours, rows = source is self._batches, self.step_fn.micro_size
-            parts = next_micro_batches(source, accum, ours=ours, part=self._observers.part)
+            parts = next_micro_batches(source, accum, ours=ours, timed=self._observers.part)
         else:
             parts, rows = [source], self.step_fn.batch_sizes.train
         if self.curriculum is not None:
@@ -153,7 +153,7 @@ class Engine(CheckpointedRun):
         """
         micro_batch = one_batch(batch, named)
         if self._training:
-            micro_batch = self._cut(micro_batch, 0 if hasattr(self.step_fn.model, "criterion") else None)
+            micro_batch = self._cut(micro_batch, "inputs" if hasattr(self.step_fn.model, "criterion") else "batch")
         if hasattr(self.step_fn.model, "criterion"):
             if extra is not None:
                 raise ConfigError(
@@ -170,7 +170,7 @@ class Engine(CheckpointedRun):
         """Compute the criterion of the outputs that `engine(inputs)` just returned, and labels for the same rows."""
         last, inputs = self._outputs
         check_outputs(self.step_fn.model, outputs, last)
-        labels = self._cut(labels, 1) if self._training else labels
+        labels = self._cut(labels, "labels") if self._training else labels
         return self._loss((inputs, labels), extra)
 
     def _loss(self, micro_batch: Any, extra: Any) -> Any:
@@ -235,7 +235,7 @@ class Engine(CheckpointedRun):
             self.global_steps += 1
             self.global_samples += samples
             self.micro_steps += counted
-            last_words.passed(self.global_steps)
+            last_words.record_step(self.global_steps)
             with observers.part(DEVICE):  # waits for the step before
                 self._checks.finish(self, self._metrics, details)
         except jax.errors.JaxRuntimeError as error:
@@ -284,6 +284,6 @@ class Engine(CheckpointedRun):
                 for function in self._functions[type(event)]:
                     function(event)
 
-    def _cut(self, batch: Any, part: int | None = None) -> Any:
+    def _cut(self, batch: Any, part: Part = "batch") -> Any:
         """Cut a batch to the sequence length of the next step, if the config has a curriculum."""
         return batch if self.curriculum is None else self.curriculum.cut(batch, self.global_steps + 1, part=part)

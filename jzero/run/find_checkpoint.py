@@ -14,20 +14,21 @@ import jax
 from jzero.checkpoint.async_save import wait_ignoring_errors
 from jzero.checkpoint.directory import LATEST, SAVING, check_home, list_checkpoints, local_path, read_latest, recover
 from jzero.checkpoint.lock import hold, other_holder
-from jzero.checkpoint.orbax_trees import all_or_none
 from jzero.checkpoint.reader import Checkpoint
-from jzero.distributed.host_collectives import agree, check_same, together
+from jzero.distributed.host_collectives import check_same, gather_texts, read_on_all, run_on_all
 from jzero.distributed.place import log_dist
 from jzero.errors import CheckpointError, ConfigError, escaped, some_of
 from jzero.run.progress import written_by_engine, wrong_notes
 
 
-def hold_directory(resume: str | os.PathLike | None, home: str | None) -> tuple[Path | None, dict[str, Any] | None]:
+def hold_directory(
+    resume: str | os.PathLike | None, config_directory: str | None
+) -> tuple[Path | None, dict[str, Any] | None]:
     """Take the directory that a run resumes from and saves to, so that no other job writes there.
 
     Args:
       resume: as for `jzero.initialize`; None: none.
-      home: the config's `checkpoint.dir`, which "auto" means.
+      config_directory: the config's `checkpoint.dir`, which "auto" means.
 
     Returns:
       The directory, and the batch sizes of its newest checkpoint; None, None without one.
@@ -37,18 +38,18 @@ def hold_directory(resume: str | os.PathLike | None, home: str | None) -> tuple[
     """
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
         raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
-    if resume == "auto" and not home:
+    if resume == "auto" and not config_directory:
         raise ConfigError(
             'resume = "auto": no directory is set; put checkpoint.dir into the config, or pass resume="DIRECTORY"'
         )
-    resume = home if resume == "auto" else resume
+    resume = config_directory if resume == "auto" else resume
     if resume:
-        together("initialize", lambda: check_home(resume, "resume"))
+        run_on_all("initialize", lambda: check_home(resume, "resume"))
     root = local_path(resume, "resume") if resume else None
     check_same("initialize", {"resume": root and str(root)})
     if root is None:
         return None, None
-    together("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
+    run_on_all("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
     return root, former_batch(root)
 
 
@@ -64,7 +65,7 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
       CheckpointError: there are checkpoints, and none is readable. A run never starts from scratch silently.
     """
     problems = []
-    for name, problem in _on_process_0("looking for checkpoints to resume from", lambda: _candidates(root)):
+    for name, problem in _read_on_process_0("looking for checkpoints to resume from", lambda: _candidates(root)):
         if not problem:
             try:
                 source = Checkpoint.find(root, name)
@@ -85,15 +86,15 @@ def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
     log_dist(f"no checkpoint in {root} yet: starting at step 0")
 
 
-def warn_if_not_resumed(home: str) -> None:
+def warn_if_not_resumed(config_directory: str) -> None:
     """Warn that a run starts from scratch in a directory with checkpoints, or in one that another job holds."""
-    root = local_path(home, "checkpoint.dir")
-    others, holder = _on_process_0(
+    root = local_path(config_directory, "checkpoint.dir")
+    others, holder = _read_on_process_0(
         "looking for checkpoints", lambda: ([path.name for path, _ in list_checkpoints(root)], other_holder(root))
     )
     if others:
         print_warning(
-            f"starting at step 0, though {home} holds {some_of(others)}: jzero --resume, or resume="
+            f"starting at step 0, though {config_directory} holds {some_of(others)}: jzero --resume, or resume="
             '"auto", resumes from the newest'
         )
     if holder:
@@ -109,7 +110,7 @@ def former_batch(root: Path) -> dict[str, Any] | None:
         notes = [one for one in readable if not wrong_notes(one)]
         return notes[0].get("batch") if notes and written_by_engine(notes[0]) else None
 
-    return _on_process_0("looking for the run to resume", newest)
+    return _read_on_process_0("looking for the run to resume", newest)
 
 
 def print_warning(text: str) -> None:
@@ -118,11 +119,11 @@ def print_warning(text: str) -> None:
         print(f"jzero: {escaped(text)}", file=sys.stderr, flush=True)
 
 
-def _on_process_0(task: str, work: Callable[[], Any]) -> Any:
+def _read_on_process_0(task: str, work: Callable[[], Any]) -> Any:
     """Return the result of `work` on process 0, a JSON value; if it raises there, every process raises."""
     wait_ignoring_errors()
-    found = all_or_none(task, lambda: work() if jax.process_index() == 0 else None)
-    return json.loads(agree(task, json.dumps(found))[0])
+    found = read_on_all(task, lambda: work() if jax.process_index() == 0 else None)
+    return json.loads(gather_texts(task, json.dumps(found))[0])
 
 
 def _candidates(root: Path) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from jzero.config import Config
 from jzero.config.config import outputs
 from jzero.data import DataLoader, steps_per_epoch
 from jzero.distributed import last_words, machine, watchdog
-from jzero.distributed.host_collectives import check_same, together
+from jzero.distributed.host_collectives import check_same, run_on_all
 from jzero.distributed.joining import init_distributed
 from jzero.distributed.place import find_place
 from jzero.errors import ConfigError, refuse_keywords
@@ -31,7 +31,7 @@ from jzero.run.deepspeed_names import KEYWORDS
 from jzero.run.engine import Engine
 from jzero.run.find_checkpoint import hold_directory
 from jzero.run.run_report import report
-from jzero.run.step_memory import check_room
+from jzero.run.step_memory import check_memory
 from jzero.step.setup import resolve
 from jzero.step.train_step import TrainStep
 from jzero.values.parameters import EPOCHS, Total, is_auto
@@ -137,18 +137,18 @@ def initialize(
         raise ConfigError("initialize: model is missing: pass model=jzero.from_flax(...) or another model")
     began, model = time.time(), model if criterion is None else with_criterion(model, criterion)
     init_distributed()
-    last_words.passed(0)  # an earlier engine's step is not this run's
+    last_words.record_step(0)  # an earlier engine's step is not this run's
     config = Config.load(choose_config(args, config))
     offload.allow_pinned(config)  # the next line starts JAX's devices
     watchdog.watch_for_hangs(config.watchdog.floor, config.watchdog.ceiling)
     resume = os.environ.get("JZERO_RESUME") if resume is None else None if resume is False else resume
-    together("initialize", lambda: _check_outputs(config))
+    run_on_all("initialize", lambda: _check_outputs(config))
     root, former = hold_directory(resume, config.checkpoint.dir)
     setup = resolve(
         model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former,
         total_num_steps=partial(_steps_of, training_data, config) if total_num_steps is None else total_num_steps,
     )  # fmt: skip
-    step = TrainStep(setup, before_first=check_room)
+    step = TrainStep(setup, before_first=check_memory)
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)

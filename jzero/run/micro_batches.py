@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero.data import DataLoader
 from jzero.distributed import heartbeat
-from jzero.distributed.host_collectives import anyone
+from jzero.distributed.host_collectives import share_problem
 from jzero.errors import ConfigError, some_of
 from jzero.run.clock import DATA, PEERS
 from jzero.run.deferred_loss import Loss
@@ -132,35 +132,35 @@ def _differing(first: Any, second: Any) -> list[str]:
 
 def next_micro_batches(
     source: Iterator[Any], accum: int, *, ours: bool,
-    part: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+    timed: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
 ) -> list[Any]:  # fmt: skip
     """Take the next `accum` micro-batches.
 
     Args:
       ours: whether they come from the training_data passed to `initialize`.
-      part: times a part of the engine's clock.
+      timed: times a part of the engine's clock.
 
     Raises:
       ConfigError: the iterator ended early on some process; without this error, the others would wait forever.
     """
-    with part(DATA):
-        parts = list(itertools.islice(source, accum))
+    with timed(DATA):
+        micro_batches = list(itertools.islice(source, accum))
     problem = None
-    if len(parts) < accum:
+    if len(micro_batches) < accum:
         of = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
         fix = "jzero.RepeatingLoader starts a loader again"
         if ours:
             fix = "training_data was an iterator, which is used up: give a function that makes one"
         problem = (
-            f"the iterator{of} ended after {len(parts)} of {accum} micro-batches (gradient_accumulation_steps = "
-            f"{accum}); {fix}"
+            f"the iterator{of} ended after {len(micro_batches)} of {accum} micro-batches "
+            f"(gradient_accumulation_steps = {accum}); {fix}"
         )
     if jax.process_count() > 1:
-        with part(PEERS), heartbeat.waiting():  # another process may have stopped, or its data have
-            problem = anyone("the data's end", problem)
+        with timed(PEERS), heartbeat.waiting():  # another process may have stopped, or its data have
+            problem = share_problem("the data's end", problem)
     if problem:
         raise ConfigError(problem)
-    return parts
+    return micro_batches
 
 
 def position(loader: DataLoader | None) -> list[int] | None:

@@ -13,7 +13,7 @@ import jax
 
 from jzero.config import Config
 from jzero.config.observed import CometConfig, FilesConfig, WandbConfig
-from jzero.distributed.host_collectives import together
+from jzero.distributed.host_collectives import run_on_all
 from jzero.errors import ConfigError, install_command, with_type
 from jzero.events import EvaluationEnded, Event, RunEnded, StepEnded
 from jzero.files import append
@@ -178,14 +178,14 @@ class Curves:
 
     def __init__(self, config: Config):
         self._scaled = config.fp16.enabled
-        sections = together("monitors", lambda: enabled(config))
+        sections = run_on_all("monitors", lambda: enabled(config))
         where = dict.fromkeys(monitor_location(section, config) for section in sections)
         # {"curves": the directories and services that the config names}; {} without monitors
         self.places = {"curves": ", ".join(where)} if where else {}
         mine = sections if jax.process_index() == 0 else []
         self._writers: dict[str, CurveWriter] = {}
         if sections:
-            self._writers = together("monitors started", lambda: {name: _start(name, config) for name in mine})
+            self._writers = run_on_all("monitors started", lambda: {name: _start(name, config) for name in mine})
 
     def on(self, event: Event) -> None:
         """Write the metrics of a step or an evaluation, and the milliseconds of a step's parts; end with the run."""

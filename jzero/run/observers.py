@@ -35,8 +35,8 @@ from jzero.run.lines import Lines
 from jzero.run.monitors import Curves
 from jzero.run.panel import make_panel
 from jzero.run.result_waiter import DeviceWork, ResultWaiter, warn
+from jzero.run.run_report import step_report
 from jzero.run.speed import CompletedSteps
-from jzero.run.step_report import step_report
 from jzero.run.summary import Summary
 from jzero.step.programs import StepResult
 from jzero.step.train_step import TrainStep

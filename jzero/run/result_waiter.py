@@ -17,7 +17,7 @@ import jax
 
 from jzero.errors import with_type
 
-LAST = 10.0  # seconds to wait for the last step at the end; after the death of a peer it never comes
+LAST_STEP_TIMEOUT = 10.0  # seconds to wait for the last step at the end; after the death of a peer it never comes
 
 Then = Callable[[Any, float], None]  # is called with the results' values and the time by `time.perf_counter`
 
@@ -138,7 +138,7 @@ def warn(error: BaseException) -> None:
 
 def _limit() -> float | None:
     """Return the seconds to wait at the end: without peers every step ends or fails, however long it takes."""
-    return LAST if jax.process_count() > 1 else None
+    return LAST_STEP_TIMEOUT if jax.process_count() > 1 else None
 
 
 _open: weakref.WeakSet[ResultWaiter] = weakref.WeakSet()
@@ -151,6 +151,6 @@ def _close_all() -> None:
     Python stops a daemon thread where it next takes Python's lock. Inside one of JAX's calls, which are C++, that
     aborts the process, and its exit code is lost.
     """
-    end = time.monotonic() + LAST
+    end = time.monotonic() + LAST_STEP_TIMEOUT
     for one in list(_open):
         one.close(end - time.monotonic())

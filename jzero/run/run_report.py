@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import jax
 
-from jzero import optimizers
-from jzero.config.fields import Section
-from jzero.config.keys import is_replaced
-from jzero.config.screen import FIELDS
-from jzero.config.sizes import BATCH
-from jzero.data.curriculum import curriculum_of
 from jzero.display.text_table import size_text
 from jzero.distributed.machine import loaded_nccl
-from jzero.errors import mask, shorten, some_of
-from jzero.layout.sharding import ParamLayout
-from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, Plus
-from jzero.mesh import BATCH_AXES, CONTEXT, EXPERT, GROUP_AXES, PIPE, TENSOR, ZERO_AXES, group_size, present
-from jzero.model import weights_layout
+from jzero.errors import escaped, mask, shorten, some_of
+from jzero.layout.zeropp import ZeroPlusPlus
+from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, ZERO_AXES, group_size, present
+from jzero.model import STACK, weights_layout
 from jzero.optimizers import moments
-from jzero.planner.advice import undivided_parameters, unsharded
+from jzero.planner.advice import gathered_sequences
 from jzero.planner.plan import observed
 from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes
+from jzero.planner.traced_collectives import COLUMNS, across_hosts, moves, whole_sequences
+from jzero.planner.traced_matmuls import matmuls
+from jzero.run.report_settings import effective_settings, fallbacks
 from jzero.run.report_text import align_columns, bullets, spec_table, value_text, wrap
-from jzero.run.step_report import joined, sections_of_step
-from jzero.step.setup import float16_on_cpu
 from jzero.stored_names import numberless
 from jzero.values.kinds import as_json
 from jzero.weights.adapters import trained_beside
@@ -64,13 +57,13 @@ def report(
         ("Layout", spec_table(step)),
         ("Model state per device", _model_state(step)),
         ("Parameter groups", bullets(_groups(step))),
-        ("In effect", bullets(_effective(step))),
+        ("In effect", bullets(effective_settings(step))),
         ("Replaced keys", bullets(_by_reason((r.key, r.value, r.by) for r in step.config.replaced))),
         ("Training data", bullets(data_notes)),
-        ("Fallbacks", bullets(_fallbacks(step))),
-        *sections_of_step(step),
+        ("Fallbacks", bullets(fallbacks(step))),
+        *_sections_of_step(step),
     )
-    return joined(sections)
+    return _joined(sections)
 
 
 # ---------------------------------------------------------------- sections
@@ -125,7 +118,7 @@ def _zero(step: Any) -> str:
     return "; ".join([f"stage {stage}: parameters {gather}, gradients {reduce} {when}", *_plus(step.setup.plus)])
 
 
-def _plus(plus: Plus) -> Iterator[str]:
+def _plus(plus: ZeroPlusPlus) -> Iterator[str]:
     """Describe the parts of ZeRO++ in use."""
     if plus.secondary:
         yield f"gathered from a second copy, made once a step and partitioned among groups of {plus.secondary} (hpZ)"
@@ -207,185 +200,82 @@ def _model_state(step: Any) -> list[str]:
     return align_columns(rows, "<><")
 
 
-def _how(step: Any) -> str:
-    facts, config = step.setup.passes.facts, step.config
-    if facts.unrolled:
-        return "unrolled"
-    in_use = any(leaf.on_host.in_use for leaf in jax.tree.leaves(step.layouts))
-    asked = "cpu_checkpointing" if facts.remat.offload else "offload_param" if in_use else ""
-    # A pipeline scans many layers, whatever is on the host.
-    return f"scanned for {asked}" if asked and config.stack.unroll == "auto" and not facts.pipeline else "scanned"
+# ---------------------------------------------------------------- what only a step shows, by its trace
+
+MOST_MOVES = 12
+Sections = Iterable[tuple[str, Sequence[str]]]
 
 
-def _not_offloaded(step: Any) -> list[str]:
-    """Say why nothing is on the host where the config asks for offload."""
-    zero, layouts, lines = step.config.zero_optimization, jax.tree.leaves(step.layouts), []
-    if zero.offload_param.device == "cpu" and zero.stage < 3:
-        lines.append(f"offload_param: stage {zero.stage} keeps the weights on the device; use stage 3")
-    elif zero.offload_param.device == "cpu" and not any(leaf.on_host.in_use for leaf in layouts):
-        limit = f"{zero.stage3_param_persistence_threshold:,}"
+def step_report(step: Any) -> str:
+    """Return the sections that only a trace shows, as text; empty if there is nothing to say."""
+    return _joined(_sections_of_step(step))
+
+
+def _sections_of_step(step: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield (title, lines) of each section; without lines before the first step."""
+    yield f"Moved over {' x '.join(present(step.mesh, *GROUP_AXES))} in a step, per device", _moves(step)
+    yield "fp8", bullets(_fp8(step))
+    yield "Half precision", bullets(_half_precision(step))
+
+
+def _joined(sections: Sections) -> str:
+    """Return the sections that have lines as text."""
+    return escaped("\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines))
+
+
+def _moves(step: Any) -> list[str]:
+    """Tabulate what the devices of a group moved in the first step that ran, and list what ran on whole arrays."""
+    if group_size(step.mesh) == 1 or step.traced is None:
+        return []
+    found = moves(step.traced, step.mesh)
+    lines = align_columns([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
+    whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
+    undivided = whole_sequences(step.model, step.setup.weights, step.traced, step.mesh)
+    gathered = gathered_sequences(found, step.mesh, step.setup.config.context_parallel.attention)
+    return lines + bullets([*whole, *undivided, *gathered, *across_hosts(found, step.mesh)])
+
+
+def _half_precision(step: Any) -> list[str]:
+    """List what is not in half precision in the first step that ran, and which arrays of its batch were cast."""
+    if step.precision.compute.itemsize > 2 or step.traced is None:
+        return []
+    found, lines = matmuls(step.traced), []
+    name = step.config.precision
+    if found.cast:
+        arrays = ", ".join(array or "the batch" for array in found.cast)
+        lines.append(f"cast to {step.precision.compute} ({name}.auto_cast): {arrays}")
+    if found.float32:
+        where = [f"{count} in {line}, {share:.0%}" for line, (count, share) in found.float32_by_line.items()]
         lines.append(
-            f"offload_param: no parameter has stage3_param_persistence_threshold = {limit} elements, so no parameter "
-            "is offloaded"
+            f"{found.float32} of {found.count} matmuls ({found.float32_share:.0%} of the FLOPs) run in float32 "
+            f"under {name}, since an operand is float32: {some_of(where, 6)}. If you did not intend this, cast the "
+            "operand to the dtype of the weights"
         )
-    if zero.offload_optimizer.ratio < 1 and not any(leaf.on_host.moments for leaf in layouts):
-        why = "device is none" if zero.offload_optimizer.device == "none" else "ratio is 0"
-        lines.append(f"offload_optimizer: {why}, so all of the state stays on the device")
     return lines
 
 
-def _effective(step: Any) -> list[str]:
-    config, schedule, facts = step.config, step.setup.optimizer.schedule, step.setup.passes.facts
-    clip = config.gradient_clipping
-    lines = [f"gradient_clipping {clip:g}: by global norm" if clip else "gradient_clipping 0: off"]
-    if config.gradient_allreduce_op == "sum":
-        lines.append(
-            f"gradient_allreduce_op sum: gradients are {step.replicas} times those of the mean over the replicas"
-        )
-    if config.precision != "fp32" and not step.precision.check_overflow:
-        lines.append("bf16.check_grad_overflow false: a gradient that is not finite reaches the parameters")
-    else:
-        lines.append("a step whose gradient is not finite is skipped")
-    tensor = config.tensor_parallel
-    if tensor.partition_config.layer_specs:
-        lines.append(f"tensor_parallel.partition_config, as dimensions: {value_text(tensor.dimensions)}")
-    if step.setup.searched:
-        lines.append(f"tensor_parallel.dimensions, found by trying: {value_text(tensor.dimensions)}")
-    if there := [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.on_host.master or leaf.on_host.moments]:
-        lines.append(
-            f"offload: {size_text(step.host_bytes)} of the state in the host's memory for each device; the update "
-            f"reads and writes it there; on the host are {_and_not(there, step.layouts)}"
-        )
-    if config.fp16.enabled:
-        scaler = step.precision.scaler
-        first = f"{scaler.initial:g}"
-        lines.append(f"loss scale dynamic, from {first}" if scaler.dynamic else f"loss scale {first}, static")
-    if config.optimizer and not step.setup.optimizer.callers:
-        used = optimizers.parameters(config.optimizer).items()
-        lines.append(
-            f"optimizer {config.optimizer.type}: " + ", ".join(f"{k} {value_text(v)}" for k, v in used if v is not None)
-        )
-        lines += optimizers.describe(config.optimizer, schedule)
-    lines += _autos(step)
-    if schedule:
-        lines.append(_rates(schedule.lr))
-        lines += schedule.notes
-    if curriculum := curriculum_of(config):
-        lines.append(curriculum.describe())
-    checkpointing = f"activation checkpointing {facts.remat.kind}" + ", kept in host memory" * facts.remat.offload
-    if facts.layers:
-        every = f", {facts.layers_per_checkpoint} layers at a time" if facts.remat.interval else ""
-        lines.append(f"layer stack: {facts.layers} layers, {_how(step)}; {checkpointing}{every}")
-    elif facts.remat.kind != "none":
-        lines.append(checkpointing)
-    if step.mesh.shape[PIPE] > 1 and present(step.mesh, *ZERO_AXES) and config.zero_optimization.stage == 3:
-        lines.append(_gathers(step))
-    small = [leaf for leaf in jax.tree.leaves(step.layouts) if leaf.why and not _fell_back(leaf)]
-    if small:
-        elements = sum(prod(leaf.shape) for leaf in small)
-        lines.append(f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements")
-    with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):  # the devices decide some of it
-        return [*lines, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
+def _fp8(step: Any) -> list[str]:
+    """List the weights that the first step multiplied in fp8, and why the other large ones of the stack were not."""
+    choice = step.setup.fp8.choice
+    if choice is None:
+        return []
+    shapes = {leaf.name: leaf.shape for leaf in jax.tree.leaves(step.layouts)}
 
+    def listed(names: Iterable[str]) -> str:
+        return some_of(sorted({numberless(name).removeprefix(f"{STACK}/") for name in names}), 6)
 
-def _autos(step: Any) -> list[str]:
-    """List the keys given as "auto" with the values that they get; the section "Replaced keys" has those without."""
-    config, schedule = step.config, step.setup.optimizer.schedule
-    params = {
-        "optimizer": optimizers.parameters(config.optimizer) if config.optimizer else {},
-        "scheduler": schedule.params if schedule else {},
-    }
-
-    def text(key: str) -> str:
-        if key in BATCH:
-            return f"{key} = {step.batch_sizes[BATCH.index(key)]}"
-        section, _, name = key.partition(".params.")
-        if name:
-            return f"{key} = {value_text(params[section][name])}" if name in params[section] else f"{key} (not used)"
-        if key not in FIELDS:
-            return f"{key} (off)"
-        value = reduce(getattr, key.split("."), config)
-        return f"{key} (its defaults)" if isinstance(value, Section) else f"{key} = {value_text(value)}"
-
-    settings = [text(key) for key in config.autos if not is_replaced(key)]
-    return [f'"auto", so the default: {", ".join(settings)}'] if settings else []
-
-
-def _gathers(step: Any) -> str:
-    """Describe when a pipeline gathers parameters, and the memory that each way takes in the compute dtype."""
-    itemsize, sizes, leaves = step.precision.compute.itemsize, step.mesh.shape, jax.tree.leaves(step.layouts)
-    used = [prod(leaf.shape) * itemsize // prod(sizes[a] for a in leaf.axes & {PIPE, TENSOR}) for leaf in leaves]
-    kept = [size // prod(sizes[a] for a in leaf.group) for leaf, size in zip(leaves, used, strict=True)]
-    asked = step.config.pipeline.gather or "micro_batch"
-    return (
-        f"pipeline.gather {asked}: micro_batch keeps {size_text(sum(kept))} of parameters per device and gathers them "
-        f"for every micro-batch, step keeps {size_text(sum(used))} and gathers once"
-    )
-
-
-def _rates(lr: Callable[[int], Any]) -> str:
-    """List the learning rates of the first steps and of a few later ones."""
-    rates = {n: f"{float(lr(n)):.3g}" for n in (0, 1, 2, 10, 100, 1000, 10_000)}
-    if len(set(rates.values())) == 1:
-        return f"learning rate {rates[0]} at every step"
-    return "learning rate by step: " + ", ".join(f"{n}={rate}" for n, rate in rates.items())
-
-
-def _fell_back(leaf: ParamLayout) -> bool:
-    return leaf.why.startswith("no dimension")
-
-
-def _stays_exact(leaf: ParamLayout, plus: Plus) -> bool:
-    matrix = leaf.dim is not None and len(leaf.shape) - leaf.stacked > 1 and not leaf.state
-    return matrix and (leaf.rule.plus.weights, leaf.rule.plus.gradients) != (plus.weights, plus.gradients)
-
-
-def _and_not(there: list[ParamLayout], layouts: Any) -> str:
-    """List what is on the host, or what of the trained parameters is not, whichever is shorter."""
-    names = {leaf.name for leaf in there}
-    rest = [leaf.name for leaf in jax.tree.leaves(layouts) if leaf.trainable and leaf.name not in names]
-    if not rest:
-        return "all parameters"
-    return some_of(sorted(names), 4) if len(names) <= len(rest) else f"all but {some_of(rest, 4)}"
-
-
-def _fallbacks(step: Any) -> list[str]:
-    names: dict[str, list[str]] = {}
-    for leaf in filter(_fell_back, jax.tree.leaves(step.layouts)):
-        names.setdefault(leaf.why, []).append(leaf.name)
-    lines = [f"replicated, {why}: {some_of(leaves, 4)}" for why, leaves in names.items()]
-    lines += [*undivided_parameters(step), *unsharded(step)]
-    if step.setup.optimizer.callers and step.config.optimizer:
-        also = ", and its state_dtype" if "state_dtype" in step.config.optimizer.model_fields_set else ""
-        lines.append(f"optimizer section ({step.config.optimizer.type}{also}) not used: an optimizer was passed in")
-    if float16_on_cpu(step.precision, step.mesh):
-        lines.append(
-            "fp16 on CPU devices: products that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "
-            "jax.nn.dot_product_attention does) take XLA's default, since JAX has no such products there"
-        )
-    if exact := [leaf.name for leaf in jax.tree.leaves(step.layouts) if _stays_exact(leaf, step.setup.plus)]:
-        lines.append(f"not quantized, no blocks of {SMALLEST_BLOCK} to {BLOCK} elements: {some_of(exact, 4)}")
-    lines += _not_offloaded(step)
-    facts = step.setup.passes.facts
-    if facts.fallback:
-        lines.append(facts.fallback)
-    if any(leaf.by_layer for leaf in jax.tree.leaves(step.layouts)) and not facts.by_layer:
-        why = "for the same reason" if facts.layers else "the model has no layer stack (docs/functional-api.md), so"
-        lines.append(f"{why} ZeRO-3 gathers the whole model at once")
-    for axis, key, given in (
-        (CONTEXT, "context_parallel.attention", step.config.context_parallel.attention != "auto"),
-        (TENSOR, "tensor_parallel.regather", step.config.tensor_parallel.regather),
-    ):
-        if given and step.mesh.shape[axis] == 1:
-            lines.append(f"{key}: mesh.{axis} is 1, so it changes nothing")
-    if step.config.expert_parallel.autoep_size > 1 and not step.config.expert_parallel.enabled:
-        lines.append("expert_parallel.autoep_size: expert_parallel.enabled is false")
-    checkpointing = step.config.activation_checkpointing
-    stages, pipeline = step.mesh.shape[PIPE], step.config.pipeline
-    if stages == 1 and pipeline.model_fields_set & {"schedule", "chunks"}:
-        lines.append("pipeline.schedule and pipeline.chunks: one stage, so no pipeline")
-    if stages == 1 and facts.remat.interval > 1:
-        lines.append("activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own")
-    if checkpointing and checkpointing.kind != "none" and not facts.layers and stages == 1:
-        lines.append("activation_checkpointing: the model has no layer stack, so the whole model is one checkpoint")
-    return lines
+    stack = sum(prod(shape) for name, shape in shapes.items() if name.startswith(f"{STACK}/"))
+    share = sum(prod(shapes[name]) for name in choice.names) / stack
+    section, frozen = step.config.fp8, choice.names - step.setup.histories.keys()
+    delayed = section.recipe == "delayed"
+    scales = f"delayed scales, by {section.amax_history_len} steps" if delayed else "current scales"
+    lines = [
+        f"{len(choice.names)} weights of each layer, {share:.1%} of the stack's elements, are multiplied in fp8 "
+        f"(format {section.format}, {scales}): {listed(choice.names)}"
+    ]
+    if delayed and frozen:
+        lines.append(f"frozen weights use current scales: {listed(frozen)}")
+    reasons: dict[str, list[str]] = {}
+    for name, why in choice.others.items():
+        reasons.setdefault(why, []).append(name)
+    return lines + [f"kept in {step.precision.compute}: {listed(names)}, {why}" for why, names in reasons.items()]

@@ -17,8 +17,8 @@ from jzero.display.text_table import size_text, text_table
 from jzero.distributed.machine import fullest_first
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
-from jzero.planner.advice import nearest, nearest_text
 from jzero.planner.memory import UsableMemory, memory, usable_memory_here
+from jzero.planner.nearest import nearest, nearest_text
 from jzero.planner.plan_facts import PlannedMemory, planned_memory
 from jzero.planner.plan_text import live_section, memory_section, section_text
 from jzero.planner.state_bytes import LeafBytes, leaf_bytes
@@ -111,7 +111,7 @@ def _cells(path: tuple[str, ...], size: LeafBytes, host: bool) -> list[str]:
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's error when memory runs out
 
 
-def check_room(step: TrainStep) -> None:
+def check_memory(step: TrainStep) -> None:
     """Compare the peak of the step that is about to run with its device; devices without a limit are not checked.
 
     Raises:
@@ -123,7 +123,7 @@ def check_room(step: TrainStep) -> None:
 
 
 def check_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTree], skip: SkipWhen) -> None:
-    """Compile the step for the training data before it begins, and check its room, as `check_room` does.
+    """Compile the step for the training data before it begins, and check its memory, as `check_memory` does.
 
     Data without a length is not read ahead: its first step is checked.
 

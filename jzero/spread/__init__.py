@@ -7,9 +7,19 @@ table of how weights are divided decides how much is moved, never what is comput
 
 from jzero.spread import control, fused_attention, matmuls, shapes  # they fill the table of rules
 from jzero.spread.interpreter import spread
-from jzero.spread.sharded_array import Dims, Fallback, Ledger, ModelGroup, MovedArray, ShardedArray, whole
+from jzero.spread.sharded_array import Dims, Fallback, ModelGroup, MovedArray, ShardedArray, TracedMoves, whole
 
 __all__ = [
-    "Dims", "Fallback", "Ledger", "ModelGroup", "MovedArray", "ShardedArray", "control", "fused_attention", "matmuls",
-    "shapes", "spread", "whole",
+    "Dims",
+    "Fallback",
+    "ModelGroup",
+    "MovedArray",
+    "ShardedArray",
+    "TracedMoves",
+    "control",
+    "fused_attention",
+    "matmuls",
+    "shapes",
+    "spread",
+    "whole",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Finds, by trying, which dimension of each parameter an axis divides: every matrix, so that least is moved.
 
-A model is traced once. What a table moves is read from the ledger of a run of the trace on abstract shards, which needs
+A model is traced once. What a table moves is read from the moves of a run of the trace on abstract shards, which needs
 no device and no compiler. Layers that are alike share their choices, and one layer of a stack stands for all.
 """
 
@@ -23,17 +23,17 @@ from jzero.errors import ConfigError
 from jzero.kernels.trace import ClosedJaxpr
 from jzero.mesh import EXPERT, TENSOR
 from jzero.model import ENDS, STACK, StackModel, check_model, stack_functions
-from jzero.spread.division import NOTHING, Held, divide, held_by, layer_shapes, parts_of
+from jzero.spread.division import NONE_HELD, Held, divide, held_by, layer_shapes, parts_of
 from jzero.spread.interpreter import interpret
 from jzero.spread.sharded_array import Dims, ModelGroup, ShardedArray, undivided
 from jzero.tree import PyTree, named
 
 HELD = 1e-3  # an element that is held weighs this much beside one that is moved
-SMALL = 0.005  # the smallest matrices, up to this share of the elements, may stay whole, as adapters do
+WHOLE_SHARE = 0.005  # the smallest matrices, up to this share of the elements, may stay whole, as adapters do
 Choice = int | None
 
 
-def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int, *, held: Held = NOTHING) -> dict[str, int]:
+def find_dimensions(model: Any, batch_shapes: PyTree, tensor: int, *, held: Held = NONE_HELD) -> dict[str, int]:
     """Find a table for `tensor_parallel.dimensions` by trying.
 
     Every matrix is divided along a dimension that `tensor` divides, if there is one; vectors and very small matrices
@@ -131,7 +131,7 @@ def _small(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[bool]:
     """Tell which leaves may stay whole: vectors, and the smallest of the others."""
     sizes = sorted(prod(x.shape) for x in leaves)
     totals = zip(sizes, accumulate(sizes), strict=True)
-    largest = max((size for size, total in totals if total <= SMALL * sum(sizes)), default=0)
+    largest = max((size for size, total in totals if total <= WHOLE_SHARE * sum(sizes)), default=0)
     return [len(x.shape) < 2 or prod(x.shape) <= largest for x in leaves]
 
 
@@ -192,7 +192,7 @@ def _cost(part: _Part, plan: Sequence[Choice], degree: int) -> float:
     specs = tuple(PartitionSpec(*(axes or None for axes in lies)) for lies in dims)
     mesh = AbstractMesh((degree,), (TENSOR,))
     jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(), check_vma=False), *shapes)
-    moved = sum(prod(move.shape) * (2 if move.kind == "all-reduce" else 1) for move in group.ledger.moves)
+    moved = sum(prod(move.shape) * (2 if move.kind == "all-reduce" else 1) for move in group.traced.moves)
     held = sum(prod(group.local(x.shape, lies)) for x, lies in zip(part.leaves, dims, strict=False))
     return moved + HELD * held
 

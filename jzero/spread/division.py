@@ -26,7 +26,7 @@ from jzero.tree import PyTree, named
 
 Shapes = Mapping[str, tuple[int, ...]]  # parameter -> its shape, of one layer's slice if it is in the layer stack
 Held = Mapping[str, tuple[int, int]]  # parameter -> (a dimension, into how many parts an axis divides it)
-NOTHING: Held = MappingProxyType({})
+NONE_HELD: Held = MappingProxyType({})
 
 
 class Division(NamedTuple):
@@ -91,7 +91,7 @@ _EXAMPLES = {
 }
 
 
-def divide(axis: str, model: Any, shapes: Shapes, config: Config, mesh: Mesh, held: Held = NOTHING) -> Division:
+def divide(axis: str, model: Any, shapes: Shapes, config: Config, mesh: Mesh, held: Held = NONE_HELD) -> Division:
     """Return what an axis divides; `held`: what another one divides already."""
     degree, own = mesh.shape[axis], getattr(config, f"{axis}_parallel").dimensions
     of_specs = axis == TENSOR and config.tensor_parallel.partition_config.layer_specs
@@ -119,7 +119,7 @@ def held_by(experts: Division, mesh: Mesh) -> Held:
 
 
 def divided_dims(
-    shapes: Shapes, table: Table, axis: str, degree: int, names: StoredNames | None = None, held: Held = NOTHING
+    shapes: Shapes, table: Table, axis: str, degree: int, names: StoredNames | None = None, held: Held = NONE_HELD
 ) -> Division:
     """Return the dimension of each parameter that a table names.
 
@@ -197,7 +197,7 @@ def _unfit(parameter: str, what: str, size: int, axis: str, degree: int, others:
         f"{what}: mesh.{axis} = {degree} does not divide the {size} of {parameter}; "
         + (f"{smaller} does; or " if smaller > 1 else "")
         + f"leave the parameter out of the table ({axis}_parallel.dimensions replaces a model's own): it is "
-        "replicated, and each device computes its whole product"
+        "replicated, and each device computes its whole matmul"
     )
 
 

@@ -134,7 +134,7 @@ def _form(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> Atten
             "which then divides the heads"
         )
     if again := fitting < len(axes):
-        group.ledger.fall_back()
+        group.traced.fall_back()
     return AttentionDivision(group, query.dims[0], axes[:fitting], shared[fitting] or (), at, again)
 
 
@@ -155,7 +155,7 @@ def _too_few_heads(group: ModelGroup, heads: Axes, sequence: Axes, sizes: tuple[
 
 
 def _place(group: ModelGroup) -> str:
-    return group.ledger.line or "an unknown line"
+    return group.traced.line or "an unknown line"
 
 
 def _has_dropout(group: ModelGroup, eqn: Equation) -> bool:

@@ -9,7 +9,7 @@ import jax
 
 from jzero._compat import inner_jaxprs
 from jzero.errors import ConfigError
-from jzero.kernels.fp8 import product
+from jzero.kernels.fp8 import matmul
 from jzero.kernels.fp8.quantized import Quantized
 from jzero.kernels.fusion.chains import Chains, form_of
 from jzero.kernels.trace import CALLS, ClosedJaxpr, Equation, Jaxpr, Read, Variable, run_equations
@@ -74,8 +74,8 @@ def interpret(group: ModelGroup, closed: ClosedJaxpr, values: Sequence[ShardedAr
 
 
 def _run(group: ModelGroup, eqn: Equation, operands: list[ShardedArray]) -> list[ShardedArray]:
-    """Run an equation by its rule; the ledger gets its line."""
-    ledger, name = group.ledger, eqn.primitive.name
+    """Run an equation by its rule; the group's moves get its line."""
+    traced, name = group.traced, eqn.primitive.name
     if own := _named_axes(eqn) & group.degrees.keys():
         raise ConfigError(
             f"{source_line(eqn) or 'the model'}: {name} over the mesh axis {min(own)!r}: its devices act as one, "
@@ -87,10 +87,10 @@ def _run(group: ModelGroup, eqn: Equation, operands: list[ShardedArray]) -> list
     # What is whole stays whole: the primitive runs as it is, with the programs that it contains. The exception is
     # a backward pass of the model's own, which must see the gradient, not this device's share of it.
     as_it_is = not in_fp8 and all(v.whole for v in operands) and not (group.size > 1 and has_own_backward(eqn))
-    before = ledger.line, ledger.primitive
-    ledger.line, ledger.primitive = source_line(eqn) or ledger.line, name
+    before = traced.line, traced.primitive
+    traced.line, traced.primitive = source_line(eqn) or traced.line, name
     found = (replicated if as_it_is else RULES.get(name, replicated))(group, eqn, operands)
-    ledger.line, ledger.primitive = before
+    traced.line, traced.primitive = before
     return found
 
 
@@ -101,7 +101,7 @@ class _Chained:
     """
 
     def __init__(self, group: ModelGroup, jaxpr: Jaxpr, known: dict[Variable, ShardedArray]):
-        self._group, self._known, self._links = group, known, dict[Variable, product.GradientLink]()
+        self._group, self._known, self._links = group, known, dict[Variable, matmul.GradientLink]()
         alone = group.size == 1
         self.chains = Chains(jaxpr, lambda v: alone and v in known and isinstance(known[v].x, Quantized))
         self._sources = {v for chain in self.chains.of.values() for v, _ in chain.sources}
@@ -116,10 +116,10 @@ class _Chained:
         w, dtype = self._known[eqn.invars[1]].x, out.aval.dtype
         if chain and out not in self._sources:
             xs = chain.parts([self._known[v].x for v, _ in chain.sources])
-            y = product.mapped_fp8_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
+            y = matmul.mapped_fp8_dot_general(chain.f, xs, [self._links[v] for v, _ in chain.sources], w, dtype)
         else:
             x = self._known[eqn.invars[0]]
             form = form_of(eqn.params["dimension_numbers"], (len(x.shape), len(w.shape)), 1)
             assert form is not None  # noqa: S101  # `Chains` asks for one
-            y, self._links[out] = product.linked_dot_general(x.x, w, form, dtype, self._group.casts(x))
+            y, self._links[out] = matmul.linked_dot_general(x.x, w, form, dtype, self._group.casts(x))
         return results(eqn, [y.reshape(out.aval.shape)], undivided(out.aval.ndim))

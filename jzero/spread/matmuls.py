@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jzero.kernels.fp8 import product
+from jzero.kernels.fp8 import matmul
 from jzero.kernels.fp8.quantized import Quantized
 from jzero.kernels.fusion.chains import form_of
 from jzero.kernels.trace import Equation
@@ -66,7 +66,7 @@ def _product(group: ModelGroup, eqn: Equation, a: ShardedArray, b: ShardedArray)
         w, x = (a, b)[weight], (a, b)[1 - weight]
         form = form_of(eqn.params["dimension_numbers"], (len(a.shape), len(b.shape)), weight)
         if form and not x.weight and x.x.dtype == w.x.dtype:
-            return [product.fp8_dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, group.casts(x))]
+            return [matmul.fp8_dot_general(x.x, w.x, form, eqn.outvars[0].aval.dtype, group.casts(x))]
     return bind(eqn, [dequantized(v).x for v in (a, b)])
 
 

@@ -208,7 +208,7 @@ class Ring(NamedTuple):
         return lax.all_to_all(x, self.axes, split, concat, axis_index_groups=groups, tiled=True)
 
     def _record(self, kind: str, x: jax.Array) -> None:
-        self.group.ledger.move(kind, "+".join(self.axes), x.shape)
+        self.group.traced.move(kind, "+".join(self.axes), x.shape)
 
 
 def find_ring(

@@ -68,7 +68,7 @@ def replicated(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> 
     """Run a primitive on whole arrays, the same on every device."""
     scope: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not all(v.whole for v in values):
-        group.ledger.fall_back()
+        group.traced.fall_back()
         scope = jax.named_scope(WHOLE_BACKWARD if group.backward else WHOLE_ARRAYS)
     gathered = [group.undivided(v).x for v in values]
     with scope:
@@ -206,6 +206,6 @@ class Operation:
         leaves, found = jax.tree.flatten(out, is_leaf=lambda x: isinstance(x, ShardedArray))
         if found != wanted or not all(isinstance(x, ShardedArray) for x in leaves):
             raise ConfigError(
-                f"{self}: spread must return Values in the structure of plain, {wanted}; returned {found}"
+                f"{self}: spread must return ShardedArrays in the structure of plain, {wanted}; returned {found}"
             )
         return leaves

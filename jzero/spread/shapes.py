@@ -99,7 +99,7 @@ def reduce(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list
         (x,) = bind(eqn, [x])
         for axis in divided:
             x = lax.all_gather(x, axis)
-            group.ledger.move("all-gather", axis, x.shape)
+            group.traced.move("all-gather", axis, x.shape)
             x = _COMBINE[eqn.primitive.name](x, axis=0)
         return x
 

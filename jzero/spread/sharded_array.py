@@ -11,9 +11,9 @@ of an array that is whole arrives in shares, one on each device, whose sum it is
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial as apply
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,14 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.kernels.fp8.product import Casts
+from jzero.kernels.fp8.matmul import Casts
 from jzero.kernels.fp8.quantized import Quantized
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]  # for every dimension the axes that divide it, the major one first
 
 
-@apply(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["shape", "dims", "partial", "weight"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["shape", "dims", "partial", "weight"]
+)
 @dataclass(frozen=True, eq=False)
 class ShardedArray:
     """An array of the group; a pytree, so that it passes through scans and checkpoints.
@@ -84,7 +86,7 @@ class ModelGroup:
     Attributes:
       degrees: axis -> its size, of the axes larger than 1.
       rest: dimension -> the axes that divide it in activations between layers.
-      ledger: what was moved.
+      traced: what was moved.
       attention: how cuDNN's runs on divided sequences: "auto", "ulysses" or "ring".
       no_gradient: whether nothing takes gradients of what is computed now, so that no function needs its own.
       backward: whether a backward pass of the model's own runs now.
@@ -94,7 +96,7 @@ class ModelGroup:
         self.attention = attention
         self.degrees = {axis: n for axis, n in degrees.items() if n > 1}
         self.rest = {d: tuple(a for a in axes if a in self.degrees) for d, axes in (rest or {}).items()}
-        self.ledger, self.no_gradient, self.backward = Ledger(), False, False
+        self.traced, self.no_gradient, self.backward = TracedMoves(), False, False
         # What several need of an array is moved, and cast, once: the array placed otherwise, and in fp8.
         self._placed: WeakKeyDictionary[ShardedArray, dict[Dims, ShardedArray]] = WeakKeyDictionary()
         self._casts: WeakKeyDictionary[ShardedArray, Casts] = WeakKeyDictionary()
@@ -198,18 +200,18 @@ class ModelGroup:
             s = next((s for s, others in enumerate(now) if others[-1:] == (axis,) and axis not in dims[s]), None)
             if s is None:
                 break
-            self.ledger.move("all-to-all", axis, x.shape)
+            self.traced.move("all-to-all", axis, x.shape)
             x = lax.all_to_all(x, axis, split_axis=d, concat_axis=s, tiled=True)
             now[s], now[d] = now[s][:-1], (*now[d], axis)
         return x
 
     def _gather(self, x: jax.Array, axis: str, d: int) -> jax.Array:
         x = lax.all_gather(x, axis, axis=d, tiled=True)
-        self.ledger.move("all-gather", axis, x.shape)
+        self.traced.move("all-gather", axis, x.shape)
         return x
 
     def _sum(self, x: jax.Array, axis: str) -> jax.Array:
-        self.ledger.move("all-reduce", axis, x.shape)
+        self.traced.move("all-reduce", axis, x.shape)
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return lax.psum(x, axis)
         # A psum of integers, beside those of floats, ended in a segmentation fault on CPUs (jaxlib 0.10.2).
@@ -218,7 +220,7 @@ class ModelGroup:
     def _scatter_sum(self, x: jax.Array, axis: str, d: int) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return self.part(self._sum(x, axis), axis, d)
-        self.ledger.move("reduce-scatter", axis, x.shape)
+        self.traced.move("reduce-scatter", axis, x.shape)
         return lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
 
     def part(self, x: jax.Array, axis: str, d: int) -> jax.Array:
@@ -263,7 +265,7 @@ class Fallback(NamedTuple):
 
 
 @dataclass
-class Ledger:
+class TracedMoves:
     """The moves and fallbacks of the functions that a group has traced, in order.
 
     Attributes:

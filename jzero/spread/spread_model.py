@@ -78,7 +78,7 @@ class SpreadModel:
 
     def _run(self, name: str, *args: PyTree, **kwargs: PyTree) -> PyTree:
         results = spread(getattr(self.model, name), self.group)(*args, **kwargs)
-        self.group.ledger.line, self.group.ledger.primitive = "", name  # for what its results need
+        self.group.traced.line, self.group.traced.primitive = "", name  # for what its results need
         return results
 
     def _weights(self, part: str | None, weights: PyTree) -> PyTree:

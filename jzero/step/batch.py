@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.distributed.host_collectives import together
+from jzero.distributed.host_collectives import run_on_all
 from jzero.errors import ConfigError
 from jzero.layout.offload import to_devices
 from jzero.tree import leading_dim, named, path_name
@@ -243,7 +243,7 @@ def check_first_batch(model: Any, parts: Any) -> None:
             model.check_batch(jax.tree.map(_rows_here, part))
 
     if getattr(model, "check_batch", None) is not None:
-        together("the first batch", check)
+        run_on_all("the first batch", check)
 
 
 def _rows_here(x: jax.Array | np.ndarray) -> np.ndarray:

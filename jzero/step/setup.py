@@ -64,7 +64,7 @@ class Setup:
     mesh: Mesh
     batch_sizes: BatchSizes
     precision: Precision
-    plus: zeropp.Plus
+    plus: zeropp.ZeroPlusPlus
     layouts: PyTree
     weights: PyTree
     optimizer: StepOptimizer
@@ -172,8 +172,8 @@ def resolve(
         allow_float16_products_on_cpu()
     check_fp8(config, precision, mesh.devices.flat[0])
 
-    def laid_out() -> tuple[zeropp.Plus, Mapping[str, int | None], PyTree, Passes]:
-        plus = zeropp.read_plus(config.zero_optimization, mesh)
+    def laid_out() -> tuple[zeropp.ZeroPlusPlus, Mapping[str, int | None], PyTree, Passes]:
+        plus = zeropp.read_zeropp(config.zero_optimization, mesh)
         division = divisions_by_axis(model, facts.shapes, config, mesh, facts.has_stack, searched)
         dims = {axis: of.dims for axis, of in division.items()}
         layouts = sharding.param_layouts(facts, config, mesh, plus, dims)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._compat import is_constant, own_source
-from jzero.kernels.fp8.product import NAME as FP8_PRODUCT
+from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.parts import mapped_dot_general
 from jzero.kernels.trace import Equation, Read
@@ -28,7 +28,7 @@ from jzero.tree import PyTree, combine, partition, replaced
 
 Arrays = list[jax.Array]
 # The operations worth delaying: all others cost little, and their operands would have to wait in a buffer.
-_PRODUCTS = (FP8_PRODUCT, "dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
+_PRODUCTS = (FP8_MATMUL, "dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while")
 
 
 class Chunk:

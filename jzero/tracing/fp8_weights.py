@@ -19,7 +19,7 @@ from jzero.model import ENDS, STACK, Inputs, Model, StackModel, stack_functions
 from jzero.stored_names import StoredNames, matches
 from jzero.tree import PyTree, named
 
-LARGE = 0.01  # of a layer's elements; smaller weights need no reason to stay in the compute dtype
+NOTABLE_SHARE = 0.01  # of a layer's elements; smaller weights need no reason to stay in the compute dtype
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Noted:
         chosen = frozenset(name for name, sizes in uses.items() if min(sizes) >= least) - excluded
         if not chosen:
             raise ConfigError(
-                f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but products with bfloat16 "
+                f"fp8.enabled = true: no weight of a layer of {model!r} is used for nothing but matmuls with bfloat16 "
                 f"activations of fp8.min_size = {section.min_size} or more in and out and is outside fp8.exclude; "
-                "lower min_size (smaller products gain nothing), let the model compute in bfloat16 (nnx.Embed has "
+                "lower min_size (smaller matmuls gain nothing), let the model compute in bfloat16 (nnx.Embed has "
                 "float32 results without dtype=jnp.bfloat16), or turn fp8 off"
             )
         self.choice = Choice(chosen, _others(layer, uses, excluded, least))
@@ -92,13 +92,13 @@ def large_weights(section: Any, layouts: Sequence[Any], names: StoredNames | Non
 def _others(layer: PyTree, uses: dict[str, list[int]], excluded: frozenset[str], least: int) -> dict[str, str]:
     sizes, found = {f"{STACK}/{name}": prod(w.shape) for name, w in named(layer).items()}, {}
     for name, size in sizes.items():
-        if size < LARGE * sum(sizes.values()):
+        if size < NOTABLE_SHARE * sum(sizes.values()):
             continue
         smallest = min(uses.get(name, [0]))
         if name in excluded:
             found[name] = "excluded"
         elif not smallest:
-            found[name] = "not used in products with half-precision activations alone"
+            found[name] = "not used in matmuls with half-precision activations alone"
         elif smallest < least:
             found[name] = f"{smallest} in or out, below min_size = {least}"
     return found

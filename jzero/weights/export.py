@@ -36,7 +36,7 @@ COMPANIONS = (
     "merges.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.*", "additional_chat_templates",
     "preprocessor_config.json",
 )  # fmt: skip
-SMALL = 32 * 2**20  # bytes: smaller leaves are read at once
+READ_AT_ONCE = 32 * 2**20  # bytes: smaller leaves are read at once
 PARAMS = "params/"
 UNFINISHED = "unfinished"  # directory in OUT that contains the files until all of them are complete
 
@@ -187,7 +187,7 @@ class CheckpointParameters:
         total = 0
         try:
             array = ts.open(spec, open=True, context=self._context).result()
-            small = np.prod(shape, dtype=np.int64) * dtype.itemsize <= SMALL
+            small = np.prod(shape, dtype=np.int64) * dtype.itemsize <= READ_AT_ONCE
             chunk: Any = shape if small else array.chunk_layout.read_chunk.shape
             for corner in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
                 box = tuple(slice(i, min(i + c, n)) for i, c, n in zip(corner, chunk, shape, strict=True))

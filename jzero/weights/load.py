@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jzero.display.slow_work import slow_work
-from jzero.distributed.host_collectives import agree, together
+from jzero.distributed.host_collectives import gather_texts, run_on_all
 from jzero.errors import ConfigError, no_such_directory, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
@@ -72,7 +72,7 @@ def load(
     optional = {in_files[name] for name in matched([*own.values()], missing)}
     leaves = dict(zip(names.values(), leaves_of(shapes).values(), strict=True))
     table = weights_layout(step.model)
-    of_leaf = together("load_weights", lambda: _find(Path(directory), leaves, table, optional, params is not None))
+    of_leaf = run_on_all("load_weights", lambda: _find(Path(directory), leaves, table, optional, params is not None))
     if params is not None:
         values = dict(zip(leaves, jax.tree.leaves(params, is_leaf=lambda x: x is None), strict=True))
         if twice := sorted(trained(table, values) - of_leaf.keys() - optional):
@@ -186,7 +186,7 @@ class _FileChecksums:
           ConfigError: names the damaged files, on all processes.
         """
         mine = {name: [x % 2**64, self._copies[name] % 2**64] for name, x in self._once.items()}
-        found = [json.loads(text) for text in agree("checksums of the weights", json.dumps(mine))]
+        found = [json.loads(text) for text in gather_texts("checksums of the weights", json.dumps(mine))]
         with_checksums = set.intersection(*map(set, found))  # of copies, one may be without
         damaged = [
             name for name in sorted(with_checksums)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
-from jzero.distributed.host_collectives import together
+from jzero.distributed.host_collectives import run_on_all
 from jzero.errors import ConfigError
 from jzero.layout.sharding import ParamLayout
 from jzero.mesh import PIPE
@@ -116,8 +116,8 @@ def _write_on_process_0(
             for _ in parts:  # every gather is a collective, for which the others wait after an error here too
                 pass
 
-    writer = together("save_16bit_model", create)
-    together("save_16bit_model", write)
+    writer = run_on_all("save_16bit_model", create)
+    run_on_all("save_16bit_model", write)
 
 
 def save_adapters(params: PyTree, step: TrainStep, directory: str | os.PathLike) -> None:

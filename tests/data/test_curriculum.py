@@ -123,7 +123,7 @@ def test_what_is_cut():
 def test_a_batch_without_the_length_is_an_error():
     with pytest.raises(jzero.ConfigError, match=r"max_difficulty = 12.*second dimension \(x \[2, 7\], y \[2\]\)"):
         cut({"x": np.zeros((2, 7)), "y": np.zeros(2)})
-    assert cut(np.zeros((2, 7)), part=1).shape == (2, 7)
+    assert cut(np.zeros((2, 7)), part="labels").shape == (2, 7)
 
 
 # ------------------------------------------------------------------------------------------- training
@@ -276,7 +276,7 @@ def test_planned_memory_never_ends_the_run(capsys, monkeypatch):
 def test_the_shapes_before_the_cut_of_inputs_and_labels():
     curriculum = curriculum_of(Config.load({"curriculum_learning": LEGACY}))
     pair = np.zeros((2, LENGTH)), np.zeros((2, 4))
-    short = [curriculum.cut(x, 1, part=i) for i, x in enumerate(pair)]
+    short = [curriculum.cut(x, 1, part=part) for part, x in zip(("inputs", "labels"), pair, strict=True)]
     assert [x.shape for x in short] == [(2, 4), (2, 4)]
     shapes = jax.eval_shape(lambda *x: x, *short)
     assert [x.shape for x in curriculum.uncut(shapes)] == [(2, LENGTH), (2, 4)]

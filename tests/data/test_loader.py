@@ -56,7 +56,7 @@ def test_a_shuffle_is_a_permutation(length, small, seed, epoch):
     """Both by a stored permutation and by index_shuffle, which serves large data."""
     length += 1 if small else 2**15
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "SMALL", 2**20 if small else 0)
+        patch.setattr(order, "CACHED_SAMPLES", 2**20 if small else 0)
         assert sorted(shuffled(np.arange(length), length, seed, epoch).tolist()) == list(range(length))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jzero.kernels.fp8 import product
-from jzero.kernels.fp8.product import cast_pair, identity
+from jzero.kernels.fp8 import matmul
+from jzero.kernels.fp8.matmul import cast_pair, identity
 from jzero.kernels.fp8.quantized import E4M3, E5M2, amax
 
 TYPES = {E4M3: (ml_dtypes.float8_e4m3fn, 448.0), E5M2: (ml_dtypes.float8_e5m2, 57344.0)}
@@ -44,11 +44,11 @@ def test_a_cast_its_transpose_and_its_largest_element(kernel, f, parts, dtype, m
     ours, most = TYPES[dtype]
     expected = np.concatenate(by_numpy(f, [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]), 1)
     results = jax.ShapeDtypeStruct(expected.shape, dtype)
-    assert product.supports_cast([x.shape for x in xs], results.shape)
+    assert matmul.supports_cast([x.shape for x in xs], results.shape)
     scale = jnp.float32(SCALE)
     for with_amax in (False, True):
         if kernel:
-            found = product.tiled_cast_pair(f, *xs, scale, dtype=dtype, with_amax=with_amax)
+            found = matmul.tiled_cast_pair(f, *xs, scale, dtype=dtype, with_amax=with_amax)
         else:
             found = cast_pair(f, xs, scale, dtype, with_amax)
         assert len(found) == 2 + with_amax

@@ -79,7 +79,7 @@ def chosen(step):
 def test_weights_used_for_nothing_but_products():
     found = chosen(step_of(Uses()))
     assert found.names == {f"stack/{name}" for name in ("product", "twice", "checkpointed")}
-    otherwise = "not used in products with half-precision activations alone"
+    otherwise = "not used in matmuls with half-precision activations alone"
     uses = {f"stack/{name}": otherwise for name in ("transposed", "added", "both", "itself", "row", "wide")}
     assert found.others == uses | {"stack/narrow": "3 in or out, below min_size = 8"}
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import jzero
 from jzero.errors import ConfigError
 from jzero.kernels.fp8.delayed_scaling import advance, bound, exponent_one_hot, initial_history, scales, zero_counts
-from jzero.kernels.fp8.product import fp8_dot_general
+from jzero.kernels.fp8.matmul import fp8_dot_general
 from jzero.kernels.fp8.quantized import E4M3, E5M2, quantize_weight
 from jzero.kernels.fusion.chains import form_of
 from jzero.planner.state_bytes import state_bytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jzero.kernels.fp8.product import fp8_dot_general
+from jzero.kernels.fp8.matmul import fp8_dot_general
 from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
 from jzero.kernels.fusion.chains import form_of
 

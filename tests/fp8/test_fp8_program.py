@@ -12,7 +12,7 @@ from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero.errors import ConfigError
-from jzero.planner import Rates, collectives, gpu_devices, products, state_bytes, step_time
+from jzero.planner import Rates, collectives, gpu_devices, matmuls, state_bytes, step_time
 from models.llama import Llama, LlamaConfig
 
 pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
@@ -122,7 +122,7 @@ def test_a_plan_counts_one_byte_and_the_rate_of_fp8():
 def test_as_many_flops_are_counted_as_in_bf16():
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
     steps = step_on(gpu_devices("h100", ZERO)), step_on(gpu_devices("h100", ZERO), enabled=False)
-    fp8, bf16 = (products(step.trace({"inputs": tokens, "labels": tokens})) for step in steps)
+    fp8, bf16 = (matmuls(step.trace({"inputs": tokens, "labels": tokens})) for step in steps)
     assert (fp8.count, fp8.flops, fp8.float32) == (bf16.count, bf16.flops, 0)
     assert Counter((p.scopes, p.part, p.flops) for p in fp8.all) == Counter(
         (p.scopes, p.part, p.flops) for p in bf16.all

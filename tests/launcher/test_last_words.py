@@ -61,7 +61,7 @@ if what == "hook":
     last_words.install()
 if what in ("one", "hook"):
     check(-1)
-last_words.passed(7)
+last_words.record_step(7)
 if what == "several":
     check(-2)
 if what == "lost":

@@ -304,7 +304,7 @@ def test_output_that_nobody_reads(start, worker, tmp_path):
 
 @pytest.mark.slow
 def test_a_reader_that_pauses(start, worker):
-    """A reader that pauses for longer than SILENCE does not end the job."""
+    """A reader that pauses for longer than COMMAND_SILENCE does not end the job."""
     pause = 'mkfifo pipe; "$@" > pipe & exec 3< pipe; sleep 12; touch read; cat <&3'
     job = start(*CPU, 2, worker, "much", prefix=["sh", "-c", pause, "sh"])
     assert job.wait() == 0

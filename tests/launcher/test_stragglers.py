@@ -47,7 +47,7 @@ def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
         made.train_batch(rows(seed))
     lines = [line for line in printed(made, capsys).splitlines() if "straggler" in line]
     assert [line[:29] for line in lines] == [f"jzero: step {step}: straggler: dev" for step in (2, 4)]
-    text = r"device 3 on \S+ computes a product in 3.00 ms, the median of 4 devices in 2.00"
+    text = r"device 3 on \S+ computes a matmul in 3.00 ms, the median of 4 devices in 2.00"
     assert all(re.search(text, line) for line in lines)
 
 

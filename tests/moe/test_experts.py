@@ -118,7 +118,7 @@ def test_groups(case, capacity_factor):
     out_specs = (PartitionSpec(), specs)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False))
     assert_close(run(*arrays()), with_gradients(plain, capacity_factor)(*arrays()))
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 @pytest.mark.parametrize(

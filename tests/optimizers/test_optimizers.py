@@ -184,7 +184,7 @@ def test_per_layer_of_a_clients_transform():
     ("name", "params", "words"),
     [
         ("AdamWW", {}, ["optimizer.type: 'AdamWW'", "did you mean 'AdamW'", "Use Adam, AdamW"]),
-        ("MuSGD", {}, ["is not supported", "Adam and AdamW"]),
+        ("MuSGD", {}, ["is not supported", "μP"]),
         ("lbfgs", {}, ["line search"]),
         ("AdamW", {"beta": [0.9, 0.9]}, ["optimizer.params.beta", "'betas'"]),
         ("AdamW", {"betas": [0.9, 1.5]}, ["[0.9, 1.5]", "two numbers in [0, 1)"]),

@@ -13,8 +13,8 @@ import pytest
 from helpers.tensor_models import batches, make_step
 
 import jzero
-from jzero.planner.products import FORWARD, RECOMPUTED
 from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_matmuls import FORWARD, RECOMPUTED
 
 ROWS, LENGTH, WIDTH, WORDS = 2, 24, 8, 48
 

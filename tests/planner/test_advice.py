@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.planner import GPUS, described_gpus, products
-from jzero.planner.advice import MANY, WIDE, advice, too_large
+from jzero.planner import GPUS, described_gpus, matmuls
+from jzero.planner.advice import MANY, WIDE, advice
 from jzero.planner.collectives import Collective, Collectives
+from jzero.planner.nearest import too_large
 from jzero.planner.state_bytes import state_bytes
 from jzero.step.batch import Amount
 
@@ -40,7 +41,7 @@ def warn(text=CLEAN, rows=(), gpu="h100", net=None, **config):
     config = {"train_batch_size": 2, "optimizer": sgd, "bf16": {"enabled": True, "auto_cast": False}} | config
     mesh = jzero.make_mesh(config, devices=described_gpus("h100", 2))
     step = jzero.make_train_step(net or Net(), config, mesh=mesh)
-    found = products(step.trace({"x": jax.ShapeDtypeStruct((2, 8), np.float32)}))
+    found = matmuls(step.trace({"x": jax.ShapeDtypeStruct((2, 8), np.float32)}))
     return advice(step, GPUS[gpu], text, Collectives(tuple(rows)), found, TOKENS)
 
 
@@ -65,7 +66,7 @@ def test_a_clean_program_has_none():
         ("are reduced in float32", {"rows": [collective("reduce-scatter", "f32", 2 * WIDE)]}),
         (f"{MANY + 1} all-reduce operations", {"rows": [collective("all-reduce", size=9, loops=(MANY + 1,))]}),
         ("XLA recomputes 2 operations", {"text": CLEAN + "  %a.remat = f32[] f(%x)\n  %b.2.remat3 = f32[] f(%x)\n"}),
-        ("of the products' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
+        ("of the matmuls' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
         ('fix: "bf16": {"enabled": true}', {"bf16": {"enabled": False}}),
         ('fix: "fp16"', {"bf16": {"enabled": False}, "gpu": "t4"}),
         (
@@ -102,7 +103,11 @@ def test_a_step_too_large_whose_stage_shards_nothing():
     step = jzero.make_train_step(Net(), config | {"mesh": {"data": 4, "zero": 1}}, mesh=mesh)
     size = state_bytes(step).total
     memory = SimpleNamespace(
-        room=SimpleNamespace(most=size - 256), peak_bytes=size, largest="masters", parts={"masters": 256}, verdict="no"
+        usable=SimpleNamespace(most=size - 256),
+        peak_bytes=size,
+        largest="masters",
+        parts={"masters": 256},
+        verdict="no",
     )
     line = too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=4, gpus_per_node=4, memory=memory))
     assert 'ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would fit, by the formula' in line

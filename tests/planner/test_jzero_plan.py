@@ -234,19 +234,19 @@ def test_deepspeeds_estimate(found, wanted):
 
 def test_what_a_gpu_has(monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
-    there = GPUS["h100"].room(8)
+    there = GPUS["h100"].usable(8)
     assert there.preallocated == int(0.75 * 84_942_979_072)
     assert there.most == 84_942_979_072 - NCCL_ROOM - CUDA_ROOM
-    assert GPUS["h100"].room(1).most == 84_942_979_072 - CUDA_ROOM
+    assert GPUS["h100"].usable(1).most == 84_942_979_072 - CUDA_ROOM
     monkeypatch.setenv(FRACTION, "0.9")
-    assert GPUS["h100"].room(8).preallocated == GPUS["h100"].room(8).limit == int(0.9 * GPUS["h100"].memory)
+    assert GPUS["h100"].usable(8).preallocated == GPUS["h100"].usable(8).limit == int(0.9 * GPUS["h100"].memory)
 
 
 def test_xlas_limit_is_what_the_run_will_have(monkeypatch):
     """XLA takes 80 % of the described memory for its limit; on a GPU it takes the pool (measured on H100s)."""
 
     def limit():
-        text = GPUS["h100"].text_proto(GPUS["h100"].room(2).limit)
+        text = GPUS["h100"].text_proto(GPUS["h100"].usable(2).limit)
         return 0.8 * int(re.search(r"device_memory_size: (\d+)", text)[1])
 
     monkeypatch.delenv(FRACTION, raising=False)

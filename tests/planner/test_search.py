@@ -1,4 +1,4 @@
-"""The search, against trying everything on a made-up machine; and the choices, against counts by hand."""
+"""The search, against trying everything on a made-up machine; and the candidates, against counts by hand."""
 
 import itertools
 import json
@@ -12,10 +12,24 @@ from jzero import cli
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO
 from jzero.errors import ConfigError
-from jzero.planner import candidates as keys
 from jzero.planner import estimates
 from jzero.planner import search as search_module
-from jzero.planner.candidates import Bounds, SearchSpace, Task, is_open, merged, value_at
+from jzero.planner.candidates import (
+    MESH_DATA,
+    MESH_PIPE,
+    MESH_ZERO,
+    OFFLOAD_OPTIMIZER,
+    POLICY,
+    SCHEDULE,
+    STAGE,
+    UNROLL,
+    Bounds,
+    SearchSpace,
+    Task,
+    is_open,
+    merged,
+    value_at,
+)
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import GPUS, Cluster
 from jzero.planner.plan import lower_step
@@ -42,25 +56,27 @@ class TestChoices:
         1, 2, 4, 8; schedules 1f1b, interleaved 2, zero_bubble 1 and 2: 4 stages x 4 x 3 x 4 = 192. pipe 4: 16 rows,
         5 micro-batches, one chunk: 1f1b and zero_bubble: 1 stage x 2 x 3 x 5 = 30.
         """
-        assert len(list(space().choices())) == 36 + 192 + 30
+        assert len(list(space().candidates())) == 36 + 192 + 30
 
     def test_what_the_config_has_is_kept(self):
         given = {"zero_optimization": {"stage": 2}, "mesh": {"pipe": 2}, "train_micro_batch_size_per_gpu": "auto"}
-        found = list(space(**given).choices())
-        assert {choice[MICRO] * choice[ACCUM] for choice in found} == {8}
-        assert not any(choice.keys() & {keys.STAGE, keys.PIPE} for choice in found)
+        found = list(space(**given).candidates())
+        assert {candidate[MICRO] * candidate[ACCUM] for candidate in found} == {8}
+        assert not any(candidate.keys() & {STAGE, MESH_PIPE} for candidate in found)
         assert len(found) == 4 * 3 * 4
 
     def test_zero_in_a_host_across_hosts(self):
-        found = list(space(gpus=8, each=4, layers=0).choices())
-        assert {(c[keys.DATA], c[keys.ZERO]) for c in found} == {(1, 8), (2, 4)}
+        found = list(space(gpus=8, each=4, layers=0).candidates())
+        assert {(c[MESH_DATA], c[MESH_ZERO]) for c in found} == {(1, 8), (2, 4)}
 
     @pytest.mark.parametrize("given", [{"tensor_parallel": {"autotp_size": 2}}, {"mesh": {"tensor": 2}}])
     def test_the_degree_of_tensor_is_kept(self, given):
         """What is left of the devices is ZeRO's."""
-        found = {(choice.get(keys.PIPE, 1), choice.get(keys.ZERO, -1)) for choice in space(**given).choices()}
+        found = {
+            (candidate.get(MESH_PIPE, 1), candidate.get(MESH_ZERO, -1)) for candidate in space(**given).candidates()
+        }
         assert found == {(1, 2)}
-        raw = merged(RAW | given, next(space(**given).choices()))
+        raw = merged(RAW | given, next(space(**given).candidates()))
         degrees = Config.load(raw).mesh_degrees(4)
         assert {axis: n for axis, n in degrees.items() if n > 1} == {"zero": 2, "tensor": 2}
 
@@ -75,12 +91,12 @@ class TestChoices:
     )
     def test_the_degrees_of_expert_and_context_are_kept(self, given, zero, replicas):
         """The devices along `expert` count as replicas, and ZeRO partitions over both axes."""
-        found = list(space(**given).choices())
-        assert {choice[keys.ZERO] for choice in found} == {zero}
-        assert {choice[MICRO] * choice[ACCUM] * replicas for choice in found} == {16}
-        assert {choice[keys.STAGE] for choice in found} == {0, 1, 2, 3}
-        for choice in found[:: len(found) // 5]:
-            made = Config.load(merged(RAW | given, choice))
+        found = list(space(**given).candidates())
+        assert {candidate[MESH_ZERO] for candidate in found} == {zero}
+        assert {candidate[MICRO] * candidate[ACCUM] * replicas for candidate in found} == {16}
+        assert {candidate[STAGE] for candidate in found} == {0, 1, 2, 3}
+        for candidate in found[:: len(found) // 5]:
+            made = Config.load(merged(RAW | given, candidate))
             assert made.mesh_degrees(4)["zero"] == zero
             assert made.batch(replicas).train == 16
 
@@ -92,13 +108,13 @@ class TestChoices:
 
     def test_no_global_batch(self):
         with pytest.raises(ConfigError, match="train_batch_size = None"):
-            list(SearchSpace({}, Cluster("h100", 1, 1), 0).choices())
+            list(SearchSpace({}, Cluster("h100", 1, 1), 0).candidates())
 
     def test_open_keys(self):
         raw = {"zero_optimization": {"stage": "auto"}, "stack": {"unroll": False}}
-        assert is_open(raw, keys.STAGE)
-        assert not is_open(raw, keys.UNROLL)
-        assert value_at(merged(raw, {keys.STAGE: 2}), keys.STAGE) == 2
+        assert is_open(raw, STAGE)
+        assert not is_open(raw, UNROLL)
+        assert value_at(merged(raw, {STAGE: 2}), STAGE) == 2
 
 
 MEMORY = GPUS["h200"].memory
@@ -108,26 +124,30 @@ def machine(bounds_of, activations, scale=1.0):
     """Make a planner of a machine that obeys a formula; returns what it compiled too."""
     compiled = []
 
-    def outcome(task, choice):
+    def estimate(task, candidate):
         bounds = bounds_of(task)
-        compiled.append(json.dumps(choice))
-        micro, policy = choice[MICRO], {"none": 1.0, "matmuls": 0.6, "full": 0.1}[choice[keys.POLICY]]
+        compiled.append(json.dumps(candidate))
+        micro, policy = candidate[MICRO], {"none": 1.0, "matmuls": 0.6, "full": 0.1}[candidate[POLICY]]
         beyond = (
-            activations * policy * micro * bounds.pipeline(choice)[0] * (0.5 if choice.get(keys.UNROLL) is False else 1)
+            activations
+            * policy
+            * micro
+            * bounds.pipeline(candidate)[0]
+            * (0.5 if candidate.get(UNROLL) is False else 1)
         )
-        waste = 1.05 + 0.2 / micro + (0.1 if choice.get(keys.STAGE, 0) == 3 else 0.0)
-        seconds = bounds.seconds(choice) * waste * (1.1 if choice.get(keys.PIPE, 1) > 1 else 1.0)
-        seconds *= 1.08 if choice.get(keys.UNROLL) is False else 1
-        seconds *= 3 if choice.get(keys.OFFLOAD_OPTIMIZER) == "cpu" else 1
-        peak = int(scale * (bounds.memory(choice) + beyond))
-        return Estimate(choice, peak, MEMORY, 0, seconds, 16 / seconds, 2048 / seconds, 0.5)
+        waste = 1.05 + 0.2 / micro + (0.1 if candidate.get(STAGE, 0) == 3 else 0.0)
+        seconds = bounds.seconds(candidate) * waste * (1.1 if candidate.get(MESH_PIPE, 1) > 1 else 1.0)
+        seconds *= 1.08 if candidate.get(UNROLL) is False else 1
+        seconds *= 3 if candidate.get(OFFLOAD_OPTIMIZER) == "cpu" else 1
+        peak = int(scale * (bounds.memory(candidate) + beyond))
+        return Estimate(candidate, peak, MEMORY, 0, seconds, 16 / seconds, 2048 / seconds, 0.5)
 
     class Pool:
         size = 2
 
-        def submit(self, _, task, choice):
+        def submit(self, _, task, candidate):
             future = Future()
-            future.set_result(outcome(task, choice))
+            future.set_result(estimate(task, candidate))
             return future
 
         def __enter__(self):
@@ -136,25 +156,25 @@ def machine(bounds_of, activations, scale=1.0):
         def __exit__(self, *_):
             pass
 
-    return Pool, outcome, compiled
+    return Pool, estimate, compiled
 
 
 def test_a_given_pipeline_keeps_its_small_micro_batches():
     """Their bubble is the smallest: a larger micro-batch that fits says nothing about them."""
     raw = RAW | {"mesh": {"pipe": 2}}
     bounds = Bounds(task(raw=raw))
-    choices = search_module._OpenChoices(
-        bounds, list(SearchSpace(raw, Cluster("h200", 1, 2), 4).choices()), MEMORY, False
+    candidates = search_module._OpenCandidates(
+        bounds, list(SearchSpace(raw, Cluster("h200", 1, 2), 4).candidates()), MEMORY, False
     )
-    before = len(choices.open)
-    choices.learn(Estimate(next(c for c in choices.open if c[MICRO] == 8), 1, MEMORY, 0, 1.0, 16.0))
-    assert len(choices.open) == before
+    before = len(candidates.open)
+    candidates.learn(Estimate(next(c for c in candidates.open if c[MICRO] == 8), 1, MEMORY, 0, 1.0, 16.0))
+    assert len(candidates.open) == before
 
 
 def test_a_given_schedule_is_the_one():
-    found = list(space(mesh={"pipe": 2}, pipeline={"schedule": "gpipe"}).choices())
+    found = list(space(mesh={"pipe": 2}, pipeline={"schedule": "gpipe"}).candidates())
     assert found
-    assert not any(keys.SCHEDULE in choice for choice in found)
+    assert not any(SCHEDULE in candidate for candidate in found)
 
 
 def test_auto_precision_is_open():
@@ -189,13 +209,13 @@ class TestSearch:
     def test_finds_what_trying_everything_finds(self, activations, monkeypatch):
         """From much memory to so little that nothing fits, not even with the state on the host."""
         shared = Bounds(task())
-        pool, outcome, compiled = machine(lambda _: shared, activations)
+        pool, estimate, compiled = machine(lambda _: shared, activations)
         monkeypatch.setattr(search_module, "Pool", pool)
         there = SearchSpace(RAW, Cluster("h200", 1, 2), 4)
         everything = []
-        for choice, unroll in itertools.product(there.choices(), ({}, {keys.UNROLL: False})):
-            everything.append(outcome(task(), choice | unroll))
-        fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].room(2).most]
+        for candidate, unroll in itertools.product(there.candidates(), ({}, {UNROLL: False})):
+            everything.append(estimate(task(), candidate | unroll))
+        fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].usable(2).most]
         compiled.clear()
         if not fitting:
             with pytest.raises(ConfigError, match="the smallest needs"):
@@ -210,21 +230,23 @@ class TestSearch:
     def test_one_gpu_with_its_state_on_the_host(self, monkeypatch):
         """Where masters and moments do not fit; every stage is the same on one GPU, but offload needs the first."""
         shared = Bounds(task(each=1))
-        there = list(SearchSpace(RAW, Cluster("h200", 1, 1), 4).choices())
-        assert {choice[keys.STAGE] for choice in there} == {0}
+        there = list(SearchSpace(RAW, Cluster("h200", 1, 1), 4).candidates())
+        assert {candidate[STAGE] for candidate in there} == {0}
         least = min(map(shared.memory, there))
-        pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].room(1).most / least)
+        pool, *_ = machine(lambda _: shared, 0, 1.2 * GPUS["h200"].usable(1).most / least)
         monkeypatch.setattr(search_module, "Pool", pool)
         best = search_configs(task(each=1)).best
-        assert best.choice[keys.OFFLOAD_OPTIMIZER] == "cpu"
-        assert best.choice[keys.STAGE] == 1
+        assert best.candidate[OFFLOAD_OPTIMIZER] == "cpu"
+        assert best.candidate[STAGE] == 1
 
     @pytest.mark.slow
     def test_the_frontier_is_not_beaten(self, monkeypatch):
         shared = Bounds(task())
-        pool, outcome, _ = machine(lambda _: shared, 12 * 2**30)
+        pool, estimate, _ = machine(lambda _: shared, 12 * 2**30)
         monkeypatch.setattr(search_module, "Pool", pool)
-        everything = [outcome(task(), choice) for choice in SearchSpace(RAW, Cluster("h200", 1, 2), 4).choices()]
+        everything = [
+            estimate(task(), candidate) for candidate in SearchSpace(RAW, Cluster("h200", 1, 2), 4).candidates()
+        ]
         frontier = search_configs(task(), every=True).frontier
         assert len(frontier) > 1
         for one in frontier:
@@ -234,7 +256,7 @@ class TestSearch:
         pool, *_ = machine(lambda _: None, 0)
         monkeypatch.setattr(search_module, "Pool", pool)
         found = search_configs(task(), minutes=0)
-        assert found.dropped == {search_module.LATE: len(list(SearchSpace(RAW, Cluster("h200", 1, 2), 4).choices()))}
+        assert found.dropped == {search_module.LATE: len(list(SearchSpace(RAW, Cluster("h200", 1, 2), 4).candidates()))}
         with pytest.raises(ConfigError, match="no time left"):
             found.best  # noqa: B018
 
@@ -252,13 +274,15 @@ class TestSearch:
             return known.setdefault(there.cluster, Bounds(there))
 
         there = SearchSpace(raw, Cluster("h200", nodes, gpus), 4)
-        least = min(of(task(nodes, gpus, raw)).memory(choice) for choice in there.choices() if choice[MICRO] == 1)
-        scale = 0.999 * GPUS["h200"].room(nodes * gpus).most / least
+        least = min(
+            of(task(nodes, gpus, raw)).memory(candidate) for candidate in there.candidates() if candidate[MICRO] == 1
+        )
+        scale = 0.999 * GPUS["h200"].usable(nodes * gpus).most / least
         pool, *_ = machine(of, 0, scale)
         monkeypatch.setattr(search_module, "Pool", pool)
-        found, outcome = smallest(task(each=4, raw=raw))
+        found, estimate = smallest(task(each=4, raw=raw))
         assert found.cluster == Cluster("h200", nodes, gpus)
-        assert outcome.fits
+        assert estimate.fits
 
 
 @pytest.mark.slow
@@ -276,8 +300,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert found == 0
     record = json.loads(capsys.readouterr().out)
     assert {key: record["config"][key] for key in raw} == raw
-    first = record["outcomes"][0]
-    assert first["choice"].keys() == {MICRO, ACCUM}
+    first = record["estimates"][0]
+    assert first["candidate"].keys() == {MICRO, ACCUM}
     assert cli.main(["plan", str(best), *options, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["memory"]["peak_bytes"] == first["peak_bytes"]

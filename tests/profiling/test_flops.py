@@ -15,7 +15,7 @@ from helpers.sampling import keep, some
 
 import jzero
 from jzero.adapters import nnx_model
-from jzero.planner.products import Walk
+from jzero.planner.traced_matmuls import Walk
 from jzero.profiling import Module, StepFlops, profiles, step_flops
 from models.attention import attend
 from models.llama import Llama, LlamaConfig
@@ -299,7 +299,7 @@ def test_the_engine_writes_a_table_once(capsys, tmp_path):
     for seed in range(3):
         made.train_batch(rows(seed))
         printed.append(capsys.readouterr().out)
-    written = f"FLOPs of step 2: matrix products on one of 4 devices: written to {file}\n"
+    written = f"FLOPs of step 2: matmuls on one of 4 devices: written to {file}\n"
     assert printed == ["", written, ""]  # the first step compiles
     text = file.read_text()
     assert re.search(r"^  stack +128 ", text, re.M)  # two layers of 8 x 8

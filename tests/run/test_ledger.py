@@ -234,7 +234,7 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
 
 def test_a_save_that_never_ends_delays_nothing(tmp_path, monkeypatch):
     """Records keep their order; the end does not wait for ever."""
-    monkeypatch.setattr(writer, "LAST", 0.3)
+    monkeypatch.setattr(writer, "CLOSE_TIMEOUT", 0.3)
     file = writer.RecordWriter(tmp_path / "runs" / "ledger.jsonl")
     file.put({"n": 1})
     file.put_save(writer.Later(lambda: False, lambda: {"n": 2}))

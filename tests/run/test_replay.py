@@ -113,7 +113,7 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
     if fault == "the save":
         monkeypatch.setattr(watch, "save_replay", no_memory)
     else:
-        monkeypatch.setattr(watch, "anyone", lambda topic, problem, timeout: problem or "no memory")
+        monkeypatch.setattr(watch, "share_problem", lambda topic, problem, timeout: problem or "no memory")
     engine = jzero.initialize(
         model=Net(),
         config=config(0, checkpoint={"dir": str(tmp_path / "run")}),

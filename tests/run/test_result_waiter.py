@@ -113,7 +113,7 @@ raise ValueError("bad luck")
 @pytest.mark.parametrize(("processes", "found"), [(1, [4.0]), (2, [])])
 def test_only_a_peer_may_keep_the_last_step_for_ever(processes, found, monkeypatch):
     """Alone, its end comes, however long it takes; a display and a ledger without it would miss it."""
-    monkeypatch.setattr(result_waiter, "LAST", 0.1)
+    monkeypatch.setattr(result_waiter, "LAST_STEP_TIMEOUT", 0.1)
     monkeypatch.setattr(result_waiter.jax, "process_count", lambda: processes)
     waiter, seen, last = ResultWaiter(), [], Waits(4.0)
     waiter.give(last, lambda values, end: seen.append(float(values)))

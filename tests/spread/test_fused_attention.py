@@ -49,7 +49,7 @@ def operands(heads, kv_heads, form, bias=None):
 @pytest.mark.parametrize(("kv_heads", "form", "bias"), some(CASES, [CASES[i] for i in (4, 20, 34, 51)]))
 def test_attention(kv_heads, form, bias):
     group = check(attention, *operands(4, kv_heads, FORMS[form], bias), tolerance=2e-2)
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -57,13 +57,13 @@ def test_more_devices_than_key_value_heads(kv_heads):
     """Four devices, with one or two query heads each: two of them attend to the same key-value head."""
     arrays, forms = operands(8, kv_heads, (1, 0))
     group = check(attention, arrays, forms, tolerance=2e-2, degrees={"a": 4, "b": 2})
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 def test_heads_that_the_axis_does_not_divide():
     """With a bias, which allows no ring, every device computes all heads, and the ledger records it."""
     arrays, forms = operands(6, 2, (1, None), bias=1)
     group = check(attention, arrays, forms, tolerance=2e-2, degrees={"a": 4, "b": 2})
-    assert {fallback.primitive for fallback in group.ledger.fallbacks} == {
+    assert {fallback.primitive for fallback in group.traced.fallbacks} == {
         "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
     }  # fmt: skip

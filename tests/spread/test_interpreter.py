@@ -29,11 +29,11 @@ LINE = inspect.getsourcelines(feed_forward)[1]
 def test_a_feed_forward_layer_moves_what_megatrons_does():
     """Sequence parallelism falls out: one all-gather into the layer, one reduce-scatter out of it."""
     group = check(feed_forward, [normal(2, 8, 4), normal(4, 8), normal(8, 4)], [SEQUENCE, COLUMNS, ROWS])
-    assert group.ledger.moves[:2] == [
+    assert group.traced.moves[:2] == [
         MovedArray("all-gather", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 1}", "dot_general"),
         MovedArray("reduce-scatter", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 2}", "add"),
     ]
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 def test_queries_keys_and_values_share_one_gather():
@@ -41,7 +41,7 @@ def test_queries_keys_and_values_share_one_gather():
         return x @ q * (x @ k) + x @ v
 
     group = check(three, [normal(2, 8, 4), *(normal(4, 8) for _ in range(3))], [SEQUENCE, COLUMNS, COLUMNS, COLUMNS])
-    first = group.ledger.moves[: len(group.ledger.moves) // 2]
+    first = group.traced.moves[: len(group.traced.moves) // 2]
     assert [move.kind for move in first if move.primitive] == ["all-gather"]
 
 
@@ -50,12 +50,12 @@ def test_a_primitive_without_a_rule_runs_on_whole_arrays_and_is_listed():
         return jax.scipy.special.gammainc(2.0, x**2 + 1)
 
     group = check(unruled, [normal(4, 8)], [((0, 1), False)])
-    assert {fallback.primitive for fallback in group.ledger.fallbacks} == {"igamma"}
-    assert isinstance(group.ledger.fallbacks[0], Fallback)
-    assert group.ledger.fallbacks[0].line.startswith("test_interpreter.py:")
+    assert {fallback.primitive for fallback in group.traced.fallbacks} == {"igamma"}
+    assert isinstance(group.traced.fallbacks[0], Fallback)
+    assert group.traced.fallbacks[0].line.startswith("test_interpreter.py:")
     whole = check(unruled, [normal(4, 8)], [((None, None), False)])
-    assert not whole.ledger.fallbacks
-    assert not whole.ledger.moves
+    assert not whole.traced.fallbacks
+    assert not whole.traced.moves
 
 
 def test_updates_of_zeros_run_on_shards():
@@ -64,7 +64,7 @@ def test_updates_of_zeros_run_on_shards():
     group = check(
         lambda u, i: jnp.zeros((8, 4)).at[i].add(u), [normal(4, 4), rows], [((1, None), False), ((None, None), False)]
     )
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 def test_a_sum_is_made_once_and_scaled_before():
@@ -72,5 +72,5 @@ def test_a_sum_is_made_once_and_scaled_before():
         return (x / 2).sum() / 3
 
     group = check(scaled, [normal(4, 8)], [((SUM, 1), False)])
-    first = group.ledger.moves[: len(group.ledger.moves) // 2]
+    first = group.traced.moves[: len(group.traced.moves) // 2]
     assert [(move.kind, move.shape) for move in first] == [("all-reduce", ()), ("all-reduce", ())]

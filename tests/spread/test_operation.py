@@ -53,7 +53,7 @@ def test_on_a_group(form):
         return out["y"], out["n"]
 
     group = check(f, [x], [(form, False)], rest=False)
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 def test_inside_loops_and_checkpoints():

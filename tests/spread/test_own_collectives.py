@@ -46,7 +46,7 @@ def test_collectives(name, form):
     f = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(OTHER), out_specs=PartitionSpec(OTHER), check_vma=False)
     found, expected = jax.jit(f)(whole)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert not group.ledger.fallbacks
+    assert not group.traced.fallbacks
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def compare(f, plain, arrays, forms, degrees):
     expected = plain(*arrays), *jax.grad(lambda *xs: total(plain(*xs)), argnums=range(len(arrays)))(*arrays)
     for found, x in zip((results, *gradients), expected, strict=True):
         assert np.abs(found - x).max() < 1e-6 * np.abs(x).max()
-    moves = [move for move in group.ledger.moves if move.primitive in (FORWARD, BACKWARD)]
-    return moves, {fallback.primitive for fallback in group.ledger.fallbacks}
+    moves = [move for move in group.traced.moves if move.primitive in (FORWARD, BACKWARD)]
+    return moves, {fallback.primitive for fallback in group.traced.fallbacks}
 
 
 HEADS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (6, 2), (6, 3)]

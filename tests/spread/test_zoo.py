@@ -83,7 +83,7 @@ def of_function(f, params, table, *inputs, stacked=False):
     specs_in = (list(specs.values()), *(PartitionSpec() for _ in inputs))
     run = jax.shard_map(both, mesh=mesh(), in_specs=specs_in, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(run, leaves, *inputs)
-    return [f"{fallback.primitive} ({fallback.line})" for fallback in group.ledger.fallbacks]
+    return [f"{fallback.primitive} ({fallback.line})" for fallback in group.traced.fallbacks]
 
 
 # ------------------------------------------------------------------ transformers, in a train step

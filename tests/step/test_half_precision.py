@@ -15,7 +15,7 @@ from jax import lax
 import jzero
 from jzero import planner
 from jzero.model import Inputs
-from jzero.planner.products import products
+from jzero.planner.traced_matmuls import matmuls
 from jzero.tracing.auto_cast import inputs_of_products
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -109,13 +109,13 @@ LAYOUTS = [(0, 1), (3, 1), (0, 2), (3, 2)]
 
 @pytest.mark.parametrize(("stage", "pipe"), some(LAYOUTS, [(3, 2)]))
 def test_float_images_do_not_widen_the_products(stage, pipe, plain):
-    before = products(make(MODEL, stage, pipe, auto_cast=False).trace(images()))
+    before = matmuls(make(MODEL, stage, pipe, auto_cast=False).trace(images()))
     assert before.float32 == before.count
     assert before.float32_share == pytest.approx(1)
     step = make(MODEL, stage, pipe)
     state = step.init(jax.random.key(0))
     gradients, metrics = step.gradients(state, images())
-    after = products(step.trace(images()))
+    after = matmuls(step.trace(images()))
     assert (after.float32, after.float32_share, after.count) == (0, 0, before.count)
     assert after.cast == ("images",)
     if pipe == 1:
@@ -141,9 +141,7 @@ def test_fp16_trains_on_simulated_devices(stage, pipe, plain, monkeypatch):
     error = optax.tree.norm(jax.tree.map(jnp.subtract, jax.device_get(gradients), exact))
     assert float(error / optax.tree.norm(exact)) < 1e-2
     text = " ".join(jzero.report(step).split())
-    assert (
-        "- fp16 on CPU devices: products that ask for float16 operands and a float32 sum by name (F16_F16_F32" in text
-    )
+    assert "- fp16 on CPU devices: matmuls that ask for float16 operands and a float32 sum by name (F16_F16_F32" in text
 
 
 def test_the_report_says_what_is_not_half_and_why():
@@ -152,7 +150,7 @@ def test_the_report_says_what_is_not_half_and_why():
     step(step.init(jax.random.key(0)), images())
     text = " ".join(jzero.report(step).split())
     total = PRODUCTS + BACKWARD
-    assert f"Half precision - {total} of {total} matrix products (100% of the FLOPs) run in float32 under bf16" in text
+    assert f"Half precision - {total} of {total} matmuls (100% of the FLOPs) run in float32 under bf16" in text
     assert "in ViT.prefix (test_half_precision.py:" in text
 
 
@@ -179,7 +177,7 @@ def test_reading_the_products_does_not_trace_again():
     batch = jax.tree.map(lambda x: np.ones((ROWS, *x.shape[1:]), np.float32), BATCH)
     step(step.init(jax.random.key(0)), batch, {"factor": 0.5, "like": np.ones(4)})
     before = len(traces)
-    products(step.traced)
+    matmuls(step.traced)
     assert len(traces) == before
 
 
@@ -317,14 +315,14 @@ def test_the_optimizer_is_not_counted():
     model = jzero.from_flax(partial(Net, dtype=BF16), squares)
     config = {"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
     step = jzero.make_train_step(model, config)
-    found = planner.products(step.trace({"x": jnp.zeros((8, 8)), "y": jnp.zeros((8, 4))}))
+    found = planner.matmuls(step.trace({"x": jnp.zeros((8, 8)), "y": jnp.zeros((8, 4))}))
     assert (found.float32, found.count) == (0, 5)
 
 
 @pytest.mark.slow
 def test_accumulation_counts_every_micro_batch():
     shapes = images()
-    once, twice = (products(make(MODEL, accum=accum, devices=2).trace(shapes)) for accum in (1, 4))
+    once, twice = (matmuls(make(MODEL, accum=accum, devices=2).trace(shapes)) for accum in (1, 4))
     assert twice.count == 4 * once.count
     assert twice.flops == once.flops
 
@@ -343,8 +341,8 @@ class Normed(nnx.Module):
 def test_the_statistics_of_batch_norm_do_not_widen_what_they_normalize(dtype):
     step = make(jzero.from_flax(partial(Normed, dtype=dtype), squares))
     shapes = {"x": jnp.ones((ROWS, 8, 8, 3)), "y": jnp.ones((ROWS, 4))}
-    found = products(step.trace(shapes))
+    found = matmuls(step.trace(shapes))
     assert (found.float32, found.count) == (0, 5)
     assert {x.dtype for x in jax.tree.leaves(step.state_shapes.params["norm"])} == {jnp.dtype(F32)}
-    wide = products(make(jzero.from_flax(partial(Normed, dtype=F32), squares)).trace(shapes))
+    wide = matmuls(make(jzero.from_flax(partial(Normed, dtype=F32), squares)).trace(shapes))
     assert (wide.float32, wide.count) == (3, 5)  # declared, and so are the products after it

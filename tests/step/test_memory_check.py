@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jzero
+from jzero.config.sizes import ACCUM, MICRO
 from jzero.display.text_table import size_text
 from jzero.errors import OutOfMemoryError
-from jzero.planner import advice
-from jzero.planner.advice import Near, nearest, ways
 from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
+from jzero.planner.nearest import Near, nearest, ways
 from jzero.run import step_memory
 from models.llama import Llama, preset
 
@@ -192,9 +192,9 @@ def test_copies_become_shards_first(passed):
 
 def test_more_of_what_is_enough_is_left_out(monkeypatch):
     """A micro-batch of 4 fits, so one of 2 tells nothing."""
-    half, quarter = (dict(zip((advice.MICRO, advice.ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
+    half, quarter = (dict(zip((MICRO, ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
     full = {"activation_checkpointing.policy": "full"}
-    monkeypatch.setattr(advice, "ways", lambda step: iter([half, quarter, full]))
+    monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: iter([half, quarter, full]))
     step = jzero.make_train_step(model(), CONFIG, mesh=mesh())
     assert [near.changes for near in nearest(step, BATCH, 2**40, 2**40)] == [half, full]
 

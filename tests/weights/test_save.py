@@ -128,7 +128,7 @@ def tried(name, f):
     except jzero.ConfigError as error:
         print(f"{{name}}: error: {{error}}")
 
-jzero.distributed.host_collectives.agree("exported", "")
+jzero.distributed.host_collectives.gather_texts("exported", "")
 sizes = []
 windows = weights.safetensors.File.windows
 def spy(self, name, box):

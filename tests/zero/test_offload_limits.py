@@ -148,7 +148,9 @@ def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch):
     """Another process's error, as the coordination service passes it on, ends this one too."""
     mesh = jzero.make_mesh(devices=jax.devices()[:2])
     monkeypatch.setattr(offload, "is_gpu", lambda mesh: True)
-    monkeypatch.setattr(host_collectives, "anyone", lambda topic, own: own or f"lasting:{topic}: host b has less")
+    monkeypatch.setattr(
+        host_collectives, "share_problem", lambda topic, own: own or f"lasting:{topic}: host b has less"
+    )
     with pytest.raises(jzero.ConfigError, match=r"^pinned memory: host b has less$"):
         offload.check_pinned(1, mesh)
 

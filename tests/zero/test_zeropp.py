@@ -90,7 +90,7 @@ def test_the_second_copy_holds_the_weight(dim, n, codes):
     shape[dim] = 16
     whole = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     shards = np.stack(np.split(whole, 8, dim))
-    plus = zeropp.Plus(weights=codes, secondary=n)
+    plus = zeropp.ZeroPlusPlus(weights=codes, secondary=n)
 
     def run(shard):
         part = zeropp.secondary(shard, dim, plus)
@@ -118,7 +118,7 @@ def test_gradients_are_rounded_summed_inside_nodes_and_again_across(dim, node):
         slack += np.where(np.abs(np.abs(parts / step) % 1 - 0.5) < 1e-5, step, 0).sum(0) * 1.01
         parts = rounded(parts, 4)[0]
     found = mapped(
-        lambda g: zeropp.reduce_scatter(g, dim, zeropp.Plus(gradients=True, node=node)).reshape(1, -1),
+        lambda g: zeropp.reduce_scatter(g, dim, zeropp.ZeroPlusPlus(gradients=True, node=node)).reshape(1, -1),
         gradients,
         PartitionSpec("zero"),
     )
@@ -261,7 +261,7 @@ def test_a_matrix_without_blocks_stays_exact_and_is_reported():
 def test_a_group_of_one_asks_for_nothing(nothing):
     for stage in (0, 3):
         config = jzero.Config.load({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": nothing}})
-        assert zeropp.read_plus(config.zero_optimization, Layout(3, 8, 1).mesh) == zeropp.Plus()
+        assert zeropp.read_zeropp(config.zero_optimization, Layout(3, 8, 1).mesh) == zeropp.ZeroPlusPlus()
 
 
 def test_groups_that_do_not_divide_the_zero_group():

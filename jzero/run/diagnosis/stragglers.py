@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.distributed.host_collectives import agree
+from jzero.distributed.host_collectives import gather_texts
 from jzero.errors import some_of
 from jzero.events import Noticed
 from jzero.run.diagnosis.watch import Stream, WatchedRun
@@ -64,7 +64,7 @@ class Stragglers:
             since, before = self._mark
             parts = {part: 1000 * (now[part] - before[part]) / (number - since) for part in STEP}
             mine = Report(socket.gethostname(), parts, time_matmuls(self._mesh.local_devices))
-            reports = [Report(*json.loads(text)) for text in agree("stragglers", json.dumps(mine))]
+            reports = [Report(*json.loads(text)) for text in gather_texts("stragglers", json.dumps(mine))]
             for text in late(reports) + slow(reports):
                 self._stream.emit(Noticed(number, STRAGGLER, text))
         if self._mark is None or number % self._every == 0:
@@ -101,11 +101,11 @@ def slow(reports: Sequence[Report]) -> list[str]:
     """Describe the GPUs that take longer than the usual one for the same product.
 
     >>> slow([Report("a", {}, {"0": 2.0, "1": 2.1}), Report("b", {}, {"2": 2.9, "3": 2.0})])
-    ['straggler: device 2 on b computes a product in 2.90 ms, the median of 4 devices in 2.05']
+    ['straggler: device 2 on b computes a matmul in 2.90 ms, the median of 4 devices in 2.05']
     """
     times = {(r.host, name): ms for r in reports for name, ms in r.products.items()}
     usual = median(times.values()) if times else 0.0
-    listed = [f"device {name} on {host} computes a product in {ms:.2f} ms" for (host, name), ms in times.items()
+    listed = [f"device {name} on {host} computes a matmul in {ms:.2f} ms" for (host, name), ms in times.items()
               if ms > (1 + SLOW) * usual]  # fmt: skip
     return [f"{STRAGGLER}: {some_of(listed)}, the median of {len(times)} devices in {usual:.2f}"] if listed else []
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.data import DataLoader
 from jzero.distributed import heartbeat
-from jzero.distributed.host_collectives import anyone
+from jzero.distributed.host_collectives import share_problem
 from jzero.errors import ConfigError, LostProcessError, in_a_line
 from jzero.events import Noticed
 from jzero.ledger.read import Step, rows_of
@@ -172,7 +172,7 @@ class Watch:
 def _of_any(problem: str | None) -> str | None:
     """Return the problem of one process; None if no process has one. A process that is lost is one, too."""
     try:
-        return anyone("the search of a step that is not finite", problem, AGREE)
+        return share_problem("the search of a step that is not finite", problem, AGREE)
     except (LostProcessError, jax.errors.JaxRuntimeError) as error:
         return problem or in_a_line(error)
 

@@ -19,7 +19,7 @@ from jax import lax
 import jzero
 from jzero.attention_kernels import kernel_note
 from jzero.planner import gpu_devices
-from jzero.planner.products import products
+from jzero.planner.traced_matmuls import matmuls
 from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose
 from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig
@@ -28,7 +28,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def count(f, *args):
-    return products(jax.jit(f).trace(*args))
+    return matmuls(jax.jit(f).trace(*args))
 
 
 A, B = jnp.ones((8, 16)), jnp.ones((16, 4))
@@ -82,10 +82,10 @@ def test_products_in_float32_are_listed_by_line():
     lines = count(f, A, B).float32_by_line
     first = f.__code__.co_firstlineno
     assert list(lines.items()) == [
-        (f"f (test_products.py:{first + 3})", (1, pytest.approx(2 / 3))),
-        (f"f (test_products.py:{first + 1})", (1, pytest.approx(1 / 6))),
+        (f"f (test_traced_matmuls.py:{first + 3})", (1, pytest.approx(2 / 3))),
+        (f"f (test_traced_matmuls.py:{first + 1})", (1, pytest.approx(1 / 6))),
     ]
-    assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matrix products, 83.3% of the FLOPs, in float32"
+    assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matmuls, 83.3% of the FLOPs, in float32"
 
 
 def test_a_model_is_found_wherever_it_is_installed():
@@ -105,7 +105,7 @@ def test_products_inside_of_jaxs_and_jzeros_functions_have_the_line_of_the_call(
 
     first = f.__code__.co_firstlineno
     for traced in (f, jax.grad(f)):
-        assert {p.where for p in count(traced, A, B).all} == {f"f (test_products.py:{first + i})" for i in (1, 2)}
+        assert {p.where for p in count(traced, A, B).all} == {f"f (test_traced_matmuls.py:{first + i})" for i in (1, 2)}
 
 
 def test_the_newest_line_of_the_model_counts():
@@ -115,7 +115,7 @@ def test_the_newest_line_of_the_model_counts():
     def f(x, w):
         return helper(x, w)
 
-    line = f"helper (test_products.py:{helper.__code__.co_firstlineno + 1})"
+    line = f"helper (test_traced_matmuls.py:{helper.__code__.co_firstlineno + 1})"
     assert [p.where for p in count(f, A, B).all] == [line]
     own = jzero.Operation(helper, lambda group, x, w: None)
     assert [p.where for p in count(lambda x, w: own(x, w), A, B).all] == [line]
@@ -173,7 +173,7 @@ def test_the_gpu_program_has_the_products_that_are_counted(model, auto_cast, cou
     step = jzero.make_train_step(MODELS[model](), config, mesh=jzero.make_mesh(devices=gpu_devices("h200", 2)))
     images = jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32)
     traced = step.trace({"images": images, "labels": jax.ShapeDtypeStruct((32,), jnp.int32)})
-    found = products(traced)
+    found = matmuls(traced)
     assert (found.count, found.float32) == (count, float32)
     assert library_calls(traced.lower().compile().as_text()) == (count, float32)
 

@@ -1,6 +1,6 @@
-"""The matrix products of a traced program: how many run in float32, where, and their share of the FLOPs.
+"""The matmuls of a traced program: how many run in float32, where, and their share of the FLOPs.
 
-Each product has the scopes of its operation (`jax.named_scope`), by which `jzero.profiling.flops` adds up modules.
+Each matmul has the scopes of its operation (`jax.named_scope`), by which `jzero.profiling.flops` adds up modules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """One dot_general or convolution of a program, or one fused attention.
 
     Attributes:
@@ -72,17 +72,17 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Products:
-    """The floating-point matrix products of a program on each device.
+class Matmuls:
+    """The floating-point matmuls of a program on each device.
 
     Attributes:
       all: in the program's order.
       cast: the names of the batch's arrays that `auto_cast` casts.
 
-    `str()` lists the lines of the model whose products run in float32.
+    `str()` lists the lines of the model whose matmuls run in float32.
     """
 
-    all: tuple[Product, ...] = field(repr=False)
+    all: tuple[Matmul, ...] = field(repr=False)
     cast: tuple[str, ...] = ()
 
     @property
@@ -115,12 +115,12 @@ class Products:
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def __str__(self) -> str:
-        summary = f"{self.float32} of {self.count} matrix products, {self.float32_share:.1%} of the FLOPs, in float32"
+        summary = f"{self.float32} of {self.count} matmuls, {self.float32_share:.1%} of the FLOPs, in float32"
         lines = [f"{share:7.1%} {count:6}  {where}" for where, (count, share) in self.float32_by_line.items()]
         return "\n".join([summary, *lines])
 
 
-def products(traced: jax.stages.Traced) -> Products:
+def matmuls(traced: jax.stages.Traced) -> Matmuls:
     """Count the matrix products of a traced step, forward, backward and recomputed, each time that they run.
 
     A loop of unknown length counts as one pass, and every branch of a condition as taken. The optimizer's products are
@@ -130,7 +130,7 @@ def products(traced: jax.stages.Traced) -> Products:
       traced: from `TrainStep.trace(batch_shapes)`, or `jax.jit(f).trace(...)` of any function.
     """
     walk = Walk(traced)
-    return Products(tuple(p for p in walk.found if p.part != OPTIMIZER and not p.fused), tuple(walk.cast))
+    return Matmuls(tuple(p for p in walk.found if p.part != OPTIMIZER and not p.fused), tuple(walk.cast))
 
 
 class Walk:
@@ -145,7 +145,7 @@ class Walk:
     """
 
     def __init__(self, traced: jax.stages.Traced):
-        self.found: list[Product] = []
+        self.found: list[Matmul] = []
         self.cast: dict[str, None] = {}
         self.scopes: dict[tuple[str, ...], None] = {}
         self.unread = Counter[str]()
@@ -169,7 +169,7 @@ class Walk:
             size = runs * sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars))
             # XLA computes a product in the widest dtype of the operands, unless told otherwise.
             wide = eqn.params.get("precision") not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
-            self.found.append(Product(operation.line, wide, operation.times, runs * flops, size, names, which, fused))
+            self.found.append(Matmul(operation.line, wide, operation.times, runs * flops, size, names, which, fused))
             at = operation.outer
             while at:
                 if at.name in ("cond", "while"):
