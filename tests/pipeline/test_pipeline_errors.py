@@ -53,7 +53,8 @@ REFUSED = {
         "stack.unroll = false", "mesh.pipe = 2", "always unrolled",
     ),
     "a mesh of other stages": (
-        lambda: jzero.make_train_step(Decoder(4), TWO.config(mesh={"pipe": 2}), mesh=jzero.make_mesh()), "mesh.pipe = 2", "has pipe 1"
+        lambda: jzero.make_train_step(Decoder(4), TWO.config(mesh={"pipe": 2}), mesh=jzero.make_mesh()),
+        "mesh.pipe = 2", "has pipe 1",
     ),
     "a model without a stack": (
         lambda: TWO.step(jzero.from_flax(MLP, cross_entropy)),
