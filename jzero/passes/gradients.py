@@ -21,7 +21,7 @@ from jzero.layout.sharding import ParamLayout, is_state
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, total
 from jzero.mesh import AXES, BATCH_AXES, PIPE, batch_parts, group_size, present, replicas
 from jzero.model import Inputs, Model, fold
-from jzero.passes.sequential import Passes, Weights
+from jzero.passes.sequential import DeviceWeights, Passes
 from jzero.passes.stack import map_present
 from jzero.precision import Precision
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
@@ -63,7 +63,7 @@ class DeviceFunctions:
 
     model: Model
     layouts: PyTree
-    weights: PyTree  # shapes of the whole weights, in the compute dtype
+    weight_shapes: PyTree  # shapes of the whole weights, in the compute dtype
     passes: Passes
     config: Config
     mesh: Mesh
@@ -121,7 +121,7 @@ class DeviceFunctions:
         return Result(gradients, squares, *losses, Aside(self.agree(state), histories or {}))
 
     def total_count(
-        self, weights: Weights, batch: PyTree, key: jax.Array, first: Any
+        self, weights: DeviceWeights, batch: PyTree, key: jax.Array, first: Any
     ) -> tuple[jax.Array | float, jax.Array | None]:
         """Sum the counts of all micro-batches and replicas, before any gradient is computed.
 
@@ -129,7 +129,7 @@ class DeviceFunctions:
           The sum; and the mean of the loss, if the count depends on the parameters, so that it has a gradient too.
         """
         accum = leading_dim(batch)
-        count = counter(self.model, self.weights, Inputs(_first(batch), weights.extra), key)
+        count = counter(self.model, self.weight_shapes, Inputs(_first(batch), weights.extra), key)
         if isinstance(count, float):
             return count * accum * batch_parts(self.mesh), None
         if count is None:  # it depends on the parameters: one more forward pass
@@ -176,7 +176,7 @@ class DeviceFunctions:
     def begin(
         self, masters: PyTree, parts: Parts, extra: PyTree, rng: Any = None,
         histories: delayed_scaling.Histories | None = None,
-    ) -> tuple[Any, PyTree, Weights]:  # fmt: skip
+    ) -> tuple[Any, PyTree, DeviceWeights]:  # fmt: skip
         """Return this replica's key, its micro-batches, and the weights in the form of the passes."""
         key = None if rng is None else self.replica_key(rng)
         batch = self.split(parts, extra, key)
@@ -185,7 +185,7 @@ class DeviceFunctions:
     def prepare(
         self, masters: PyTree, extra: PyTree, batch: PyTree = None, key: jax.Array | None = None,
         histories: delayed_scaling.Histories | None = None,
-    ) -> Weights:  # fmt: skip
+    ) -> DeviceWeights:  # fmt: skip
         """Convert local masters to the form that the passes use; see `storage.store_weight`.
 
         Args:
@@ -195,7 +195,7 @@ class DeviceFunctions:
         view, section = self.passes.view, self.config.fp8
         in_fp8: frozenset[str] = frozenset()
         if section.enabled and batch is not None:
-            in_fp8 = self.fp8.choose(self.model, self.weights, Inputs(_first(batch), extra), key, section)
+            in_fp8 = self.fp8.choose(self.model, self.weight_shapes, Inputs(_first(batch), extra), key, section)
 
         def prepare(layout: ParamLayout, master: jax.Array, former: jax.Array | None) -> tuple[Any, Any]:
             fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None
@@ -211,7 +211,7 @@ class DeviceFunctions:
         diff = jax.tree.map(lambda _, pair: pair[0], view.layouts, pairs)
         nondiff = jax.tree.map(lambda _, pair: pair[1], view.layouts, pairs)
         state, nondiff = partition(nondiff, is_state(view.layouts))
-        return Weights(diff, nondiff, state, extra)
+        return DeviceWeights(diff, nondiff, state, extra)
 
     def reduce(self, gradients: PyTree) -> PyTree:
         """Reduce summed gradients to those of the local masters, in the form of the passes; see `zero`."""
@@ -233,7 +233,7 @@ class DeviceFunctions:
             return batch
         if auto_cast == "auto":
             first = Inputs(_first(batch), extra)
-            return cast_arrays(batch, inputs_of_products(self.model, self.weights, first, key, dtype), dtype)
+            return cast_arrays(batch, inputs_of_products(self.model, self.weight_shapes, first, key, dtype), dtype)
         return cast_arrays(batch, wide_arrays(batch, dtype), dtype)
 
     def replica_key(self, rng: jax.Array) -> jax.Array:

@@ -72,7 +72,7 @@ class PassFacts:
     fallback: str = ""
 
 
-class Weights(NamedTuple):
+class DeviceWeights(NamedTuple):
     """A device's part of the parameters in the form that the passes use; each has None in the others' places.
 
     `layout.storage` explains `diff` and `nondiff`; `state` is what a forward pass replaces; `extra` is the caller's
@@ -120,7 +120,7 @@ def sequential(
     spread = on_group(model, mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
     loss = make_loss(spread, layouts, view, remat, precision)
 
-    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Any = 0) -> Any:
+    def gradients(weights: DeviceWeights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Any = 0) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
             def weighted_loss(diff: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
                 value, new = loss(
@@ -134,7 +134,7 @@ def sequential(
 
         return accumulate(micro, batch, weights.state, weights.diff, precision.accum)
 
-    def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
+    def losses(weights: DeviceWeights, batch: PyTree, key: jax.Array | None, first: Any = 0) -> Sums:
         def one(item: Any) -> Sums:
             i, part = item
             return read(loss(weights, Inputs(part, weights.extra), fold(key, first + i))[0])
@@ -159,7 +159,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
     fetch_layer = partial(fetch_params, layouts[STACK], precision=precision)
     layer = checkpointed(fetch_layer, ordered_backward(block) if listed else block, remat, unrolled=listed, layer=True)
 
-    def loss(weights: Weights, batch: PyTree, key: jax.Array | None) -> Any:
+    def loss(weights: DeviceWeights, batch: PyTree, key: jax.Array | None) -> Any:
         diff, nondiff = _pair(weights)
         layers: Any = (diff[STACK], nondiff[STACK])
         if listed:
@@ -177,7 +177,7 @@ def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Rema
     return loss
 
 
-def _pair(weights: Weights) -> tuple[PyTree, PyTree]:
+def _pair(weights: DeviceWeights) -> tuple[PyTree, PyTree]:
     """Return (diff, nondiff), with the state among the latter."""
     return weights.diff, replace_state(weights.nondiff, weights.state)
 

@@ -26,7 +26,7 @@ from jzero.layout.storage import keep_state
 from jzero.loss import Mean, Sums, weighted
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
-from jzero.passes.sequential import PassFacts, Weights
+from jzero.passes.sequential import DeviceWeights, PassFacts
 from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import carry as buffers
 from jzero.pipeline.carry import Carry, from_stage, make_slots, read_slot, select, write_slot
@@ -105,8 +105,9 @@ class Execution:
     """One execution of a program over the micro-batches of a batch; without `cotangents` forward only."""
 
     def __init__(
-        self, stages: Stages, program: Program, weights: Weights, batch: MicroBatches, cotangents: Mean | None = None
-    ):
+        self, stages: Stages, program: Program, weights: DeviceWeights, batch: MicroBatches,
+        cotangents: Mean | None = None,
+    ):  # fmt: skip
         self.stages, self.cut, self.program = stages, stages.cut, program
         self.batch, self.cotangents = batch, cotangents
         self.diff, self.nondiff, self.state, self.extra = weights

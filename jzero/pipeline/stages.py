@@ -25,7 +25,7 @@ from jzero.loss import Mean, Sums, read_loss, read_sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.passes.remat import Remat, checkpointed
-from jzero.passes.sequential import Passes, PassFacts, Weights
+from jzero.passes.sequential import DeviceWeights, Passes, PassFacts
 from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.executor import Cut, Execution, Index, MicroBatches, Stages
@@ -67,7 +67,9 @@ def pipelined(
     def schedule(micro_batches: int) -> PipelineSchedule:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
 
-    def gradients(weights: Weights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Index = 0) -> Gradients:
+    def gradients(
+        weights: DeviceWeights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Index = 0
+    ) -> Gradients:
         program = make_program(schedule(leading_dim(batch)))
         summed, seen, state = Execution(stages, program, weights, MicroBatches(batch, key, first), cotangents).result()
 
@@ -78,7 +80,7 @@ def pipelined(
         summed = {**summed, ENDS: jax.tree.map(once, cut.view.layouts[ENDS], summed[ENDS])}
         return summed, _agreed(seen), cut.owned(state)
 
-    def losses(weights: Weights, batch: PyTree, key: jax.Array | None, first: Index = 0) -> Sums:
+    def losses(weights: DeviceWeights, batch: PyTree, key: jax.Array | None, first: Index = 0) -> Sums:
         program = make_program(forward_only(n_stages, leading_dim(batch), chunks))
         return _agreed(Execution(stages, program, weights, MicroBatches(batch, key, first)).result()[1])
 

@@ -149,7 +149,7 @@ def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMe
         problem = str(error)
     warnings = [
         *advice(step, gpu, text, found, matmuls(traced), amount),
-        *whole_sequences(step.model, step.setup.weights, traced, step.mesh),
+        *whole_sequences(step.model, step.setup.weight_shapes, traced, step.mesh),
         *gathered_sequences(moved, step.mesh, step.config.context_parallel.attention),
         *undivided_parameters(step),
         *across_hosts(moved, step.mesh),

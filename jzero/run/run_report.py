@@ -230,7 +230,7 @@ def _moves(step: Any) -> list[str]:
     found = moves(step.traced, step.mesh)
     lines = align_columns([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
     whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
-    undivided = whole_sequences(step.model, step.setup.weights, step.traced, step.mesh)
+    undivided = whole_sequences(step.model, step.setup.weight_shapes, step.traced, step.mesh)
     gathered = gathered_sequences(found, step.mesh, step.setup.config.context_parallel.attention)
     return lines + bullets([*whole, *undivided, *gathered, *across_hosts(found, step.mesh)])
 

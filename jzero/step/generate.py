@@ -35,7 +35,7 @@ from jzero.tree import PyTree, leading_dim
 
 Forward = Callable[..., tuple[jax.Array, PyTree]]  # (tokens [B, S], column, padding, cache) -> (logits [B, V], cache)
 Layers = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # (x, cache) -> (x, cache)
-Weights = tuple[PyTree, PyTree]  # (diff, nondiff)
+WeightPair = tuple[PyTree, PyTree]  # (diff, nondiff)
 Make = Callable[[int], PyTree]  # columns -> an empty cache
 
 
@@ -314,12 +314,12 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     return forward, cache
 
 
-def _layer(setup: Setup) -> Callable[[Weights, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _layer(setup: Setup) -> Callable[[WeightPair, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Make `layer((diff, nondiff), x, cache) -> (x, cache)`."""
     model, layouts, precision = on_group(setup.model, setup.mesh, setup.layouts), setup.layouts[STACK], setup.precision
     gathers = any(layout.by_layer for layout in jax.tree.leaves(layouts))
 
-    def layer(pair: Weights, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
+    def layer(pair: WeightPair, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         if gathers:  # in every pass: without the barrier XLA gathers all layers once, before the loop
             pair, x = lax.optimization_barrier((pair, x))
         return model.decode_block(fetch_params(layouts, pair, precision), x, cache)
@@ -327,7 +327,7 @@ def _layer(setup: Setup) -> Callable[[Weights, PyTree, PyTree], tuple[PyTree, Py
     return layer
 
 
-def _through_layers(setup: Setup, layer: Callable, pair: Weights, make: Make, length: int) -> tuple[Layers, PyTree]:
+def _through_layers(setup: Setup, layer: Callable, pair: WeightPair, make: Make, length: int) -> tuple[Layers, PyTree]:
     """Make the function that runs all layers, and an empty cache."""
     layers = stack_length(setup.layouts)
     if isinstance(pair[0], list):
@@ -339,7 +339,7 @@ def _through_layers(setup: Setup, layer: Callable, pair: Weights, make: Make, le
     return run, jax.tree.map(lambda c: jnp.broadcast_to(c, (layers, *c.shape)), make(length))
 
 
-def _through_stages(setup: Setup, layer: Callable, pair: Weights, make: Make, length: int) -> tuple[Layers, PyTree]:
+def _through_stages(setup: Setup, layer: Callable, pair: WeightPair, make: Make, length: int) -> tuple[Layers, PyTree]:
     """Make the function that runs the chunks of all stages, and an empty cache of this stage's layers.
 
     The stages take turns. They all compute in every turn, because they would wait anyway. What a stage computes before
@@ -348,7 +348,7 @@ def _through_stages(setup: Setup, layer: Callable, pair: Weights, make: Make, le
     """
     stages, chunks, in_place = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, _has_columns(make, length)
     stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
-    layers: list[list[Weights]] = [list(zip(*pair, strict=True))]
+    layers: list[list[WeightPair]] = [list(zip(*pair, strict=True))]
     if setup.passes.view.layer_axis:
         pieces = [[jax.tree.map(lambda w, i=i: w[i], one) for one in layers[0]] for i in range(leading_dim(pair))]
         n = len(pieces) // chunks
@@ -359,7 +359,7 @@ def _through_stages(setup: Setup, layer: Callable, pair: Weights, make: Make, le
         return jax.tree.unflatten(jax.tree.structure(new), [x if has else select(x, y) for has, x, y in leaves])
 
     def run(x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
-        def turn(t: jax.Array, carry: PyTree, chunk: list[Weights]) -> PyTree:
+        def turn(t: jax.Array, carry: PyTree, chunk: list[WeightPair]) -> PyTree:
             x, y, cache = carry
             select = partial(jnp.where, stage == t)
             x = jax.tree.map(lambda y, x: select(lax.ppermute(y, PIPE, ring), x), y, x)
@@ -376,7 +376,9 @@ def _through_stages(setup: Setup, layer: Callable, pair: Weights, make: Make, le
     return run, [[make(length) for _ in chunk] for chunk in layers]
 
 
-def _in_sequence(layer: Callable, pairs: list[Weights], x: PyTree, cache: list[PyTree]) -> tuple[PyTree, list[PyTree]]:
+def _in_sequence(
+    layer: Callable, pairs: list[WeightPair], x: PyTree, cache: list[PyTree]
+) -> tuple[PyTree, list[PyTree]]:
     new = []
     for pair, of_layer in zip(pairs, cache, strict=True):
         x, of_layer = layer(pair, x, of_layer)

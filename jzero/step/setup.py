@@ -51,7 +51,7 @@ class Setup:
       batch_sizes: global batch, micro-batch per replica, accumulation.
       plus: the parts of ZeRO++ that the config turns on.
       layouts: the tree of `ParamLayout`s.
-      weights: shapes of the parameters, in the compute dtype.
+      weight_shapes: shapes of the parameters, in the compute dtype.
       optimizer: the transformation of gradients, its schedule and groups.
       passes: how the forward and backward passes run.
       searched: whether the config's `tensor_parallel.dimensions` was found by trying.
@@ -66,7 +66,7 @@ class Setup:
     precision: Precision
     plus: zeropp.ZeroPlusPlus
     layouts: PyTree
-    weights: PyTree
+    weight_shapes: PyTree
     optimizer: StepOptimizer
     passes: Passes
     searched: bool
@@ -127,7 +127,7 @@ class Setup:
     def region(self, model: Model | None = None, passes: Passes | None = None) -> DeviceFunctions:
         """Make the manual region of the model; or of another one with the same parameters, with its passes."""
         return DeviceFunctions(
-            model or self.model, self.layouts, self.weights, passes or self.passes, self.config, self.mesh,
+            model or self.model, self.layouts, self.weight_shapes, passes or self.passes, self.config, self.mesh,
             self.precision, self.rows, self.fp8,
         )  # fmt: skip
 
@@ -186,15 +186,16 @@ def resolve(
         passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     # After the layouts, which say what is state and keeps its dtype.
     in_use = lambda layout, x: x if layout.state else cast(x, precision.compute)  # noqa: E731
-    weights = jax.eval_shape(partial(jax.tree.map, in_use, layouts), facts.shapes)
+    weight_shapes = jax.eval_shape(partial(jax.tree.map, in_use, layouts), facts.shapes)
 
     total = total_num_steps(batch_sizes.train) if callable(total_num_steps) else total_num_steps
     schedule = resolve_schedule(config, optimizer, lr_scheduler, total)
     step_optimizer = resolve_optimizer(facts, config, mesh, layouts, precision, optimizer, schedule)
     _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
-        model, config, mesh, batch_sizes, precision, plus, layouts, weights, step_optimizer, passes, searched, unfit
-    )
+        model, config, mesh, batch_sizes, precision, plus, layouts, weight_shapes, step_optimizer, passes, searched,
+        unfit,
+    )  # fmt: skip
 
 
 def float16_on_cpu(precision: Precision, mesh: Mesh) -> bool:
