@@ -81,19 +81,37 @@ def _of_tensor(name: str, x: Any) -> np.ndarray:
     return bits.numpy().view(jax.numpy.dtype(kind))
 
 
-SMALL = 2**20  # bytes; see `Intake.for_step`
+SMALL = 2**20  # bytes; see `BatchPlacer.place`
 
 
-class Intake:
-    """Checks batches, once for each new shape, so that a steady step costs the host little; and places them."""
+class BatchPlacer:
+    """Puts batches onto the devices, and checks them, once for each new shape: a steady step costs the host little."""
 
     def __init__(self, sharding: NamedSharding):
         self.sharding = sharding  # of every leaf
         self._known: set[Any] = set()  # shapes that were checked
-        self._places = sharding.mesh.size > 1  # every batch: the program of a placed one is another program
+        self._keeps = sharding.mesh.size == 1  # small arrays on the host; the program of a placed one is another
 
-    def checked(self, parts: Sequence[Any], rows: int, why: str, multiples: bool = False) -> tuple[Any, ...]:
-        """Return the parts of a batch as arrays, checked; the arguments are those of `check_batch`."""
+    def place(
+        self, parts: Sequence[Any], rows: int, why: str, *, multiples: bool = False, keep_small: bool = False
+    ) -> tuple[Any, ...]:
+        """Return the parts of a batch on the devices, checked; the arguments are those of `check_batch`.
+
+        Args:
+          keep_small: leave small arrays to the call of a program whose arguments have this sharding.
+        """
+        parts = self._checked(parts, rows, why, multiples)
+        if keep_small:
+            # On one device the call of the program copies NumPy arrays in C++, which takes the host a tenth of the time
+            # of `jax.device_put` (43 and 470 us for two small arrays). It copies them before it returns, so large ones
+            # are placed, in the background; after such a batch all are.
+            self._keeps = self._keeps and all(map(_is_small, jax.tree.leaves(parts)))
+            if self._keeps:
+                return parts
+        return tuple(place_batch(x, self.sharding, leading_dim(x) if multiples else rows) for x in parts)
+
+    def _checked(self, parts: Sequence[Any], rows: int, why: str, multiples: bool) -> tuple[Any, ...]:
+        """Return the parts of a batch as arrays, checked."""
         parts = tuple(parts)
         leaves, tree = jax.tree.flatten(parts)
         facts = [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
@@ -107,20 +125,6 @@ class Intake:
         if arrays:  # others are converted each time, and another library's mapping shows no shapes
             self._known.add(key)
         return parts
-
-    def placed(self, parts: Sequence[Any], rows: int, why: str, multiples: bool = False) -> tuple[Any, ...]:
-        """Return the parts of a batch on the devices, checked."""
-        parts = self.checked(parts, rows, why, multiples)
-        return tuple(place_batch(x, self.sharding, leading_dim(x) if multiples else rows) for x in parts)
-
-    def for_step(self, parts: Sequence[Any], rows: int, why: str) -> tuple[Any, ...]:
-        """Return the parts of a batch, checked, as a program takes them whose arguments have this sharding."""
-        # On one device the call of the program copies NumPy arrays in C++, which takes the host a tenth of the time of
-        # `jax.device_put` (43 and 470 us for two small arrays). It copies them before it returns, so large ones are
-        # placed, in the background; after such a batch all are.
-        parts = self.checked(parts, rows, why)
-        self._places = self._places or not all(map(_is_small, jax.tree.leaves(parts)))
-        return tuple(place_batch(x, self.sharding, rows) for x in parts) if self._places else parts
 
 
 def _is_small(x: Any) -> bool:

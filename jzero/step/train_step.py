@@ -30,7 +30,7 @@ from jzero.mesh import batch_spec, replicas
 from jzero.model import Model
 from jzero.pictures import html
 from jzero.pipeline.module import PipelineModule
-from jzero.step.batch import Amount, Intake, amount_of, check_batch, check_first_batch, place_batch, place_extra
+from jzero.step.batch import Amount, BatchPlacer, amount_of, check_batch, check_first_batch, place_extra
 from jzero.step.call import Call
 from jzero.step.evaluate import EvalStep
 from jzero.step.generate import Generator
@@ -107,7 +107,7 @@ class TrainStep:
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.host_bytes = states.host_bytes
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
-        self._intake = Intake(self.batch_sharding)
+        self._placer = BatchPlacer(self.batch_sharding)
         compilation_cache.turn_on(self.mesh.devices.flat)
         program = step_program(setup, states)
         self.first = FirstCall(program, states)
@@ -251,8 +251,8 @@ class TrainStep:
           rows: of each part; default: those of a global batch.
           factor: multiplies the gradient, which is that of the mean over the micro-batches.
         """
-        take = self._intake.for_step if skip.frozen is None else self._intake.placed  # a search reads what it ran on
-        batch = take(parts, self.batch_sizes.train if rows is None else rows, self._why_rows)
+        rows = self.batch_sizes.train if rows is None else rows
+        batch = self._place(parts, rows, keep_small=skip.frozen is None)  # a search reads what it ran on
         extra = place_extra(extra, self.mesh)
         check_alive(state)
         # None for 1: the program of an ordinary step has no such product.
@@ -273,7 +273,7 @@ class TrainStep:
     def expect(self, parts: Sequence[PyTree], skip: SkipWhen = NEVER) -> None:
         """Announce the first step, on such micro-batches, to the function that is called before it."""
         if not self.first.is_known:
-            self.first.note(StepInput(self._placed(parts, self.micro_size), None), self._rate, skip)
+            self.first.note(StepInput(self._place(parts, self.micro_size), None), self._rate, skip)
             with heartbeat.work(), slow_work(compiling("the step")):
                 self._before_first(self)
 
@@ -299,7 +299,7 @@ class TrainStep:
           The float32 gradients of the global batch's loss, before clipping, sharded like the master parameters at every
           stage (None for what is not trained), and metrics: loss, grad_norm, and the model's own.
         """
-        batch, extra = self._placed([batch], self.batch_sizes.train), place_extra(extra, self.mesh)
+        batch, extra = self._place([batch], self.batch_sizes.train), place_extra(extra, self.mesh)
         check_alive(state)
         gradients, metrics, aside = self._gradients(state, batch, extra)
         return (gradients, metrics, with_aside(state, aside)) if new_state else (gradients, metrics)
@@ -318,7 +318,7 @@ class TrainStep:
 
     def evaluate_parts(self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None) -> Any:
         """Compute the loss of micro-batches of all replicas as that of one batch, see `evaluate`."""
-        batch = self._placed(parts, self.micro_size, multiples=len(parts) == 1)
+        batch = self._place(parts, self.micro_size, multiples=len(parts) == 1)
         check_alive(state)
         extra = place_extra(extra, self.mesh)
         means = self._evaluate(state.params, batch, extra)
@@ -331,7 +331,7 @@ class TrainStep:
         """
         check_alive(state)
         rng = jax.random.fold_in(state.rng, state.step)
-        parts, extra = self._placed([part], self.micro_size), place_extra(extra, self.mesh)
+        parts, extra = self._place([part], self.micro_size), place_extra(extra, self.mesh)
         return self._micro_loss(state.params, parts, extra, rng, jnp.int32(index), state.fp8)
 
     def predict(self, state: TrainState, x: PyTree, *, numpy: bool = False, dropout: int | None = None) -> PyTree:
@@ -366,11 +366,11 @@ class TrainStep:
 
     def place(self, batch: PyTree) -> PyTree:
         """Shard a global batch over (`data`, `zero`); each of several processes passes all of it or its own rows."""
-        return place_batch(batch, self.batch_sharding, self.batch_sizes.train)
+        return self._place([batch], self.batch_sizes.train)[0]
 
     def place_micro_batch(self, part: PyTree) -> PyTree:
         """Shard a micro-batch of all replicas, the same way."""
-        return self._placed([part], self.micro_size)[0]
+        return self._place([part], self.micro_size)[0]
 
-    def _placed(self, parts: Sequence[PyTree], rows: int, multiples: bool = False) -> tuple[PyTree, ...]:
-        return self._intake.placed(parts, rows, self._why_rows, multiples)
+    def _place(self, parts: Sequence[PyTree], rows: int, **how: bool) -> tuple[PyTree, ...]:
+        return self._placer.place(parts, rows, self._why_rows, **how)
