@@ -16,7 +16,8 @@ from jzero.errors import ConfigError, some_of
 from jzero.layout.zero import RULES, Rule, stage_rule
 from jzero.layout.zeropp import NO_ZEROPP, ZeroPlusPlus
 from jzero.mesh import PIPE, ZERO, ZERO_AXES, present
-from jzero.model import ENDS, STACK, ModelFacts
+from jzero.model import ENDS, STACK, Model, ModelFacts
+from jzero.precision import Precision
 from jzero.stored_names import matches
 from jzero.tree import PyTree, named, path_name
 
@@ -94,6 +95,17 @@ class ParamLayout:
     def on_pipe(self) -> bool:
         """True if every pipeline stage holds its own part."""
         return PIPE in self.axes
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A model on a mesh, from which its passes are made; `layouts` is the tree of `ParamLayout`s."""
+
+    model: Model
+    config: Config
+    mesh: Mesh
+    layouts: PyTree
+    precision: Precision
 
 
 def param_layouts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,18 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.kernels.fp8 import delayed_scaling
 from jzero.kernels.fp8.quantized import GRADIENTS
 from jzero.layout import offload, storage
-from jzero.layout.sharding import ParamLayout, is_state
+from jzero.layout.sharding import ParamLayout, PlacedModel, is_state
 from jzero.loss import LOSS, Mean, Sums, means, nonzero, total
 from jzero.mesh import AXES, BATCH_AXES, PIPE, batch_parts, group_size, present, replicas
-from jzero.model import Inputs, Model, fold
+from jzero.model import Inputs, fold
 from jzero.passes.sequential import DeviceWeights, Passes
 from jzero.passes.stack import map_present
-from jzero.precision import Precision
 from jzero.tracing.auto_cast import cast_arrays, inputs_of_products, wide_arrays
 from jzero.tracing.fp8_weights import Noted
 from jzero.tracing.loss_count import counter
@@ -61,19 +59,15 @@ class Result(NamedTuple):
 class DeviceFunctions:
     """The functions that `jax.shard_map` maps over the mesh: local masters and local batch in, local gradients out."""
 
-    model: Model
-    layouts: PyTree
-    weight_shapes: PyTree  # shapes of the whole weights, in the compute dtype
+    placed: PlacedModel
+    weight_shapes: PyTree  # of the whole weights, in the compute dtype
     passes: Passes
-    config: Config
-    mesh: Mesh
-    precision: Precision
-    micro: int
-    fp8: Noted = field(default_factory=Noted)  # takes note of the weights that are cast to fp8
+    micro: int  # rows
+    fp8: Noted  # takes note of the weights that are cast to fp8
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return present(self.mesh, *BATCH_AXES)
+        return present(self.placed.mesh, *BATCH_AXES)
 
     def gradients(
         self, masters: PyTree, parts: Parts, extra: PyTree, rng: jax.Array, scale: jax.Array, first: Any = 0,
@@ -97,9 +91,9 @@ class DeviceFunctions:
             count, mean = self.total_count(weights, batch, key, first)
         cotangent = scale / count
         # DeepSpeed's option: the sum over the replicas instead of the mean.
-        if self.config.gradient_allreduce_op == "sum":
-            cotangent *= replicas(self.mesh)
-        if (devices := group_size(self.mesh)) > 1:
+        if self.placed.config.gradient_allreduce_op == "sum":
+            cotangent *= replicas(self.placed.mesh)
+        if (devices := group_size(self.placed.mesh)) > 1:
             cotangent /= devices  # they all compute this loss, and gradients arrive as a sum over them
         cotangents = Mean(cotangent, None if mean is None else -mean * cotangent)
         summed, seen, state = self.passes.gradients(weights, batch, key, cotangents, first)
@@ -112,10 +106,10 @@ class DeviceFunctions:
             reduced = self.reduce(summed)
             merged = cast(self.passes.view.merge(reduced), jnp.float32)
         gradients = jax.tree.map(lambda g: g * unscale, merged)
-        squares = sums_of_squares(self.layouts, self.passes.view.layouts, reduced, unscale, self.mesh)
+        squares = sums_of_squares(self.placed.layouts, self.passes.view.layouts, reduced, unscale, self.placed.mesh)
         seen = self.all_reduce(seen)
         if histories:
-            axes = present(self.mesh, *(axis for axis in AXES if axis != PIPE))
+            axes = present(self.placed.mesh, *(axis for axis in AXES if axis != PIPE))
             histories = delayed_scaling.advance(histories, self.passes.view.merge(noted), axes)
         losses = means(total(seen)), means(seen)[LOSS]
         return Result(gradients, squares, *losses, Aside(self.agree(state), histories or {}))
@@ -129,9 +123,9 @@ class DeviceFunctions:
           The sum; and the mean of the loss, if the count depends on the parameters, so that it has a gradient too.
         """
         accum = leading_dim(batch)
-        count = counter(self.model, self.weight_shapes, Inputs(_first(batch), weights.extra), key)
+        count = counter(self.placed.model, self.weight_shapes, Inputs(_first(batch), weights.extra), key)
         if isinstance(count, float):
-            return count * accum * batch_parts(self.mesh), None
+            return count * accum * batch_parts(self.placed.mesh), None
         if count is None:  # it depends on the parameters: one more forward pass
             loss = self.all_reduce(self.passes.losses(weights, batch, key, first)[LOSS].sum(0))
             return nonzero(loss[1]), loss[0] / nonzero(loss[1])
@@ -192,19 +186,20 @@ class DeviceFunctions:
           batch, key: split into micro-batches, whose products show which weights are cast to fp8; None: none is.
           histories: see `gradients`.
         """
-        view, section = self.passes.view, self.config.fp8
+        placed, view = self.placed, self.passes.view
+        section, precision = placed.config.fp8, placed.precision
         in_fp8: frozenset[str] = frozenset()
         if section.enabled and batch is not None:
-            in_fp8 = self.fp8.choose(self.model, self.weight_shapes, Inputs(_first(batch), extra), key, section)
+            in_fp8 = self.fp8.choose(placed.model, self.weight_shapes, Inputs(_first(batch), extra), key, section)
 
         def prepare(layout: ParamLayout, master: jax.Array, former: jax.Array | None) -> tuple[Any, Any]:
             fp8 = GRADIENTS[section.format] if layout.name in in_fp8 else None
-            return storage.store_weight(layout, master, self.precision, fp8, former if fp8 else None)
+            return storage.store_weight(layout, master, precision, fp8, former if fp8 else None)
 
-        former = jax.tree.map(lambda layout: (histories or {}).get(layout.name), self.layouts)
+        former = jax.tree.map(lambda layout: (histories or {}).get(layout.name), placed.layouts)
         # Layer by layer from here on, since the passes fetch, and the reductions run, layer by layer.
-        if any(layout.on_host.master for layout in jax.tree.leaves(self.layouts)):
-            masters = jax.tree.map(partial(offload.copy_to_device, dtype=self.precision.compute), self.layouts, masters)
+        if any(layout.on_host.master for layout in jax.tree.leaves(placed.layouts)):
+            masters = jax.tree.map(partial(offload.copy_to_device, dtype=precision.compute), placed.layouts, masters)
         parts = view.split(masters), view.split(former)
         of_layers = view.per_layer(prepare)
         pairs = jax.tree.map(delayed_scaling.in_turn(of_layers) if histories else of_layers, view.layouts, *parts)
@@ -215,25 +210,25 @@ class DeviceFunctions:
 
     def reduce(self, gradients: PyTree) -> PyTree:
         """Reduce summed gradients to those of the local masters, in the form of the passes; see `zero`."""
-        view = self.passes.view
-        reduce = view.per_layer(partial(storage.reduce_gradient, mesh=self.mesh, precision=self.precision))
+        view, of = self.passes.view, self.placed
+        reduce = view.per_layer(partial(storage.reduce_gradient, mesh=of.mesh, precision=of.precision))
         return map_present(reduce, view.layouts, gradients)
 
     def agree(self, state: PyTree) -> PyTree:
         """Average the model's new state over the replicas, and return it in the form of the masters."""
         view = self.passes.view
-        agree = view.per_layer(partial(storage.agree_on_state, mesh=self.mesh))
+        agree = view.per_layer(partial(storage.agree_on_state, mesh=self.placed.mesh))
         return view.merge(map_present(agree, view.layouts, state))
 
     def split(self, parts: Parts, extra: PyTree, key: jax.Array | None) -> PyTree:
         """Form micro-batches [accum, micro, ...], and cast the arrays that `auto_cast` decides on."""
         batch = split_micro_batches(parts, self.micro)
-        auto_cast, dtype = self.precision.auto_cast, self.precision.compute
+        model, auto_cast, dtype = self.placed.model, self.placed.precision.auto_cast, self.placed.precision.compute
         if not auto_cast:
             return batch
         if auto_cast == "auto":
             first = Inputs(_first(batch), extra)
-            return cast_arrays(batch, inputs_of_products(self.model, self.weight_shapes, first, key, dtype), dtype)
+            return cast_arrays(batch, inputs_of_products(model, self.weight_shapes, first, key, dtype), dtype)
         return cast_arrays(batch, wide_arrays(batch, dtype), dtype)
 
     def replica_key(self, rng: jax.Array) -> jax.Array:

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
-from jzero.config import Config
 from jzero.layout import storage
-from jzero.layout.sharding import stack_length
+from jzero.layout.sharding import PlacedModel, stack_length
 from jzero.loss import Mean, Sums, read_loss, read_sums, weighted
 from jzero.model import (
     ENDS,
@@ -102,22 +100,21 @@ class Passes(NamedTuple):
     losses: Callable
 
 
-def sequential(
-    model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Read | None = None
-) -> Passes:
+def sequential(placed: PlacedModel, read: Read | None = None) -> Passes:
     """Make the passes that run one micro-batch after the other, with all layers on every device.
 
     Args:
       read: reads what the model returns, for `Passes.losses`; default: the loss and metrics, as `Sums`.
     """
+    model, config, layouts, precision = placed.model, placed.config, placed.layouts, placed.precision
     read = read or partial(read_sums, model)
     stack = isinstance(model, StackModel)
     layers = stack_length(layouts) if stack else 0
     regather = any(layout.by_layer for layout in jax.tree.leaves(layouts))
-    remat = Remat.resolve(config, model, regather, mesh)
+    remat = Remat.resolve(config, model, regather, placed.mesh)
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
-    spread = on_group(model, mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
+    spread = on_group(model, placed.mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
     loss = make_loss(spread, layouts, view, remat, precision)
 
     def gradients(weights: DeviceWeights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Any = 0) -> Any:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.sharding import Mesh
 from jzero.adapters.methods import inputs_and_labels
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
-from jzero.layout.sharding import is_state, stack_length
+from jzero.layout.sharding import PlacedModel, is_state, stack_length
 from jzero.mesh import GROUP_AXES, PIPE, degrees_text, present
 from jzero.model import ENDS, STACK, WHOLE, Inputs, StackModel, replace_state, uniform
 from jzero.passes.remat import Remat, as_input, only_inputs
@@ -33,7 +34,6 @@ from jzero.passes.stack import StackView, fetch_params, scanned, unrolled
 from jzero.pipeline.carry import buffer_kind
 from jzero.pipeline.executor import Cut, Functions
 from jzero.pipeline.module import PipelineModule
-from jzero.precision import Precision
 from jzero.tree import PyTree, partition, path_name
 
 Buffers = dict[str, jax.Array]  # "float" and "other", each [length], where there are values of the kind
@@ -41,7 +41,10 @@ Pack = Callable[[PyTree], Buffers]
 Unpack = Callable[[Buffers, PyTree], PyTree]
 
 
-def switched_stages(model: PipelineModule, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> Cut:
+def switched_stages(placed: PlacedModel) -> Cut:
+    """Make the stages of a `PipelineModule` whose layers the stages do not divide."""
+    model: Any = placed.model
+    config, mesh, layouts, precision = placed.config, placed.mesh, placed.layouts, placed.precision
     stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
     _check_options(model, config, mesh)
     asked = Remat.resolve(config, model, False, mesh)

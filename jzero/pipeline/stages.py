@@ -6,26 +6,24 @@ a stack, or with one that the stages do not divide: every stage holds all parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import gcd
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
 from jzero.config import Config
 from jzero.errors import ConfigError
-from jzero.layout.sharding import ParamLayout, stack_length
+from jzero.layout.sharding import ParamLayout, PlacedModel, stack_length
 from jzero.loss import Mean, Sums, read_loss, read_sums
 from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, StackModel, fold, replace_state, stack_functions, suffix_key
 from jzero.passes.remat import Remat, checkpointed
-from jzero.passes.sequential import DeviceWeights, Passes, PassFacts
+from jzero.passes.sequential import DeviceWeights, Passes, PassFacts, Read
 from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.executor import Cut, Execution, Index, MicroBatches, Stages
@@ -45,24 +43,23 @@ PROGRAM_LAYERS = 72
 Gradients = tuple[PyTree, Sums, PyTree]  # gradients, the loss and metrics of every micro-batch, the new state
 
 
-def pipelined(
-    model: Any, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Callable | None = None
-) -> Passes:
+def pipelined(placed: PlacedModel, read: Read | None = None) -> Passes:
     """Make the passes that send the micro-batches through the stages in the order of the schedule.
 
     Args:
-      model: with a layer stack, or a `PipelineModule`.
+      placed: a model with a layer stack, or a `PipelineModule`.
       read: as for `passes.sequential.sequential`.
 
     Raises:
       ConfigError: a model that cannot be cut, or not into this number of stages.
     """
-    n_stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
+    model, config = placed.model, placed.config
+    n_stages, chunks = placed.mesh.shape[PIPE], config.pipeline.chunks
     parts = n_stages * chunks
     switches = isinstance(model, PipelineModule) and (not model.stack or len(model.stack) % parts)
-    cut = (switched_stages if switches else _stack_stages)(model, config, mesh, layouts, precision)
+    cut = (switched_stages if switches else _stack_stages)(placed)
     read = read or partial(read_sums, model)
-    stages = Stages(n_stages, chunks, cut, precision, partial(read_loss, model), read)
+    stages = Stages(n_stages, chunks, cut, placed.precision, partial(read_loss, model), read)
 
     def schedule(micro_batches: int) -> PipelineSchedule:
         return make_schedule(config.pipeline.schedule, n_stages, micro_batches, chunks)
@@ -108,9 +105,10 @@ def _agreed(seen: Sums) -> Sums:
 # ------------------------------------------------------------------ a stack that the stages divide
 
 
-def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision) -> Cut:
-    stages, chunks = mesh.shape[PIPE], config.pipeline.chunks
-    remat = Remat.resolve(config, model, False, mesh)
+def _stack_stages(placed: PlacedModel) -> Cut:
+    model, config, layouts, precision = placed.model, placed.config, placed.layouts, placed.precision
+    stages, chunks = placed.mesh.shape[PIPE], config.pipeline.chunks
+    remat = Remat.resolve(config, model, False, placed.mesh)
     _check_stack(model, config, layouts, stages)
     length = stack_length(layouts)
     depth = length // (stages * chunks)
@@ -121,7 +119,7 @@ def _stack_stages(model: StackModel, config: Config, mesh: Mesh, layouts: PyTree
     vocabulary = divided_vocabulary(layouts)
 
     first, block, last = stack_functions(
-        on_group(model, mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
+        on_group(model, placed.mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
     )
 
     def prefix(ends: PyTree, part: PyTree, key: jax.Array | None) -> PyTree:

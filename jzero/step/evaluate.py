@@ -7,6 +7,7 @@ a batch with copies of its last row, and drops the padding's results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,11 +61,10 @@ class EvalStep:
                 "a method predicting(fn), see jzero/model.py"
             )
         self.setup, self.mesh, self.fn = setup, setup.mesh, fn
-        model = predicting(fn)
-        passes = make_passes(model, setup.config, setup.mesh, setup.layouts, setup.precision, read=lambda value: value)
+        other = replace(setup, model=predicting(fn))
+        other = replace(other, passes=make_passes(other, read=lambda value: value))
         rows, replicated = batch_spec(setup.mesh), PartitionSpec()
-        region = setup.region(model, passes)
-        program = setup.jit(setup.manual(region.predict, replicated, replicated, replicated, out_specs=rows))
+        program = setup.jit(setup.manual(other.region.predict, replicated, replicated, replicated, out_specs=rows))
         self._run = Call("predictions", program, guard or Guard(setup.mesh, setup.config, setup.layouts))
         self._sharding, self._multiple = NamedSharding(setup.mesh, rows), setup.batch_sizes.micro * replicas(setup.mesh)
 

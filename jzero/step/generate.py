@@ -279,7 +279,7 @@ def restrict(logits: jax.Array, top_k: ArrayLike | None, top_p: ArrayLike | None
 def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forward, PyTree]:
     """Make the forward pass of this device's parameters, and an empty cache."""
     model: Any = on_group(setup.model, setup.mesh, setup.layouts)
-    weights, layouts = setup.region().prepare(params, None), setup.passes.view.layouts
+    weights, layouts = setup.region.prepare(params, None), setup.passes.view.layouts
     diff, nondiff = weights.diff, replace_state(weights.nondiff, weights.state)
 
     def undivided(length: int) -> PyTree:

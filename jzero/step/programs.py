@@ -107,20 +107,20 @@ def gradients_program(setup: Setup, states: States) -> jax.stages.Wrapped:
 
 def evaluate_program(setup: Setup) -> jax.stages.Wrapped:
     """Make (parameters, batch, extra) -> the loss and metrics by name."""
-    return setup.jit(setup.manual(setup.region().evaluate, REPLICATED, out_specs=REPLICATED))
+    return setup.jit(setup.manual(setup.region.evaluate, REPLICATED, out_specs=REPLICATED))
 
 
 def micro_loss_program(setup: Setup, states: States) -> jax.stages.Wrapped:
     """Make (parameters, a micro-batch, extra, the step's key, its index, the histories for fp8) -> the loss."""
     rest = REPLICATED, REPLICATED, REPLICATED, states.specs.fp8
-    return setup.jit(setup.manual(setup.region().micro_loss, *rest, out_specs=REPLICATED))
+    return setup.jit(setup.manual(setup.region.micro_loss, *rest, out_specs=REPLICATED))
 
 
 def _results(setup: Setup, states: States) -> Callable[[TrainState, Parts, PyTree], Result]:
     """Make the function that computes a step's gradients, on all devices."""
     out = Result(_trained(setup, states), REPLICATED, REPLICATED, REPLICATED, aside_of(setup, states.specs))
     rest = REPLICATED, REPLICATED, REPLICATED, REPLICATED, states.specs.fp8
-    gradients = setup.manual(setup.region().gradients, *rest, out_specs=out)
+    gradients = setup.manual(setup.region.gradients, *rest, out_specs=out)
 
     def result_of(state: TrainState, batch: Parts, extra: PyTree) -> Result:
         key, scale = fold(state.rng, state.step), state.loss_scale.scale

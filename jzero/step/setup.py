@@ -17,11 +17,12 @@ from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError, both
 from jzero.layout import offload, sharding, zeropp
+from jzero.layout.sharding import PlacedModel
 from jzero.layout.zero import Rule, stage_rule
 from jzero.mesh import EXPERT, PIPE, TENSOR, batch_spec, is_gpu, replicas, resolve_mesh
 from jzero.model import Model, ModelFacts, check_model
 from jzero.passes.gradients import DeviceFunctions
-from jzero.passes.sequential import Passes, sequential
+from jzero.passes.sequential import Passes, Read, sequential
 from jzero.pipeline.stages import pipelined
 from jzero.precision import Precision, check_fp8, settle_precision
 from jzero.spread.dimension_search import with_found_dimensions
@@ -44,13 +45,12 @@ GPU_COMPILER_OPTIONS: dict[str, bool | int | float | str] = {
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(PlacedModel):
     """A config resolved for one model on one mesh.
 
     Attributes:
       batch_sizes: global batch, micro-batch per replica, accumulation.
       plus: the parts of ZeRO++ that the config turns on.
-      layouts: the tree of `ParamLayout`s.
       weight_shapes: shapes of the parameters, in the compute dtype.
       optimizer: the transformation of gradients, its schedule and groups.
       passes: how the forward and backward passes run.
@@ -59,13 +59,8 @@ class Setup:
       fp8: which weights are multiplied in fp8, known once a step is traced.
     """
 
-    model: Model
-    config: Config
-    mesh: Mesh
     batch_sizes: BatchSizes
-    precision: Precision
     plus: zeropp.ZeroPlusPlus
-    layouts: PyTree
     weight_shapes: PyTree
     optimizer: StepOptimizer
     passes: Passes
@@ -124,12 +119,10 @@ class Setup:
         """The rows of a micro-batch on the devices that act as one."""
         return self.batch_sizes.micro * self.mesh.shape[EXPERT]
 
-    def region(self, model: Model | None = None, passes: Passes | None = None) -> DeviceFunctions:
-        """Make the manual region of the model; or of another one with the same parameters, with its passes."""
-        return DeviceFunctions(
-            model or self.model, self.layouts, self.weight_shapes, passes or self.passes, self.config, self.mesh,
-            self.precision, self.rows, self.fp8,
-        )  # fmt: skip
+    @property
+    def region(self) -> DeviceFunctions:
+        """The manual region of the model."""
+        return DeviceFunctions(self, self.weight_shapes, self.passes, self.rows, self.fp8)
 
     def manual(self, f: Callable, *rest: Any, out_specs: Any) -> Callable:
         """Map `f(params, batch, ...)` over the mesh, manual on every axis; `rest`: the specs of what follows."""
@@ -172,29 +165,30 @@ def resolve(
         allow_float16_products_on_cpu()
     check_fp8(config, precision, mesh.devices.flat[0])
 
-    def laid_out() -> tuple[zeropp.ZeroPlusPlus, Mapping[str, int | None], PyTree, Passes]:
+    def placed_on_mesh() -> tuple[PlacedModel, zeropp.ZeroPlusPlus, Mapping[str, int | None], Passes]:
         plus = zeropp.read_zeropp(config.zero_optimization, mesh)
         division = divisions_by_axis(model, facts.shapes, config, mesh, facts.has_stack, searched)
         dims = {axis: of.dims for axis, of in division.items()}
         layouts = sharding.param_layouts(facts, config, mesh, plus, dims)
         layouts = offload.choose_host_state(layouts, config.zero_optimization, mesh)
-        return plus, division[TENSOR].unfit, layouts, make_passes(model, config, mesh, layouts, precision)
+        placed = PlacedModel(model, config, mesh, layouts, precision)
+        return placed, plus, division[TENSOR].unfit, make_passes(placed)
 
     # Both sets of problems are reported at once.
-    batch_sizes, (plus, unfit, layouts, passes) = both(lambda: config.batch(replicas(mesh), former), laid_out)
+    batch_sizes, (placed, plus, unfit, passes) = both(lambda: config.batch(replicas(mesh), former), placed_on_mesh)
     if passes.facts.pipeline:
         passes.facts.pipeline(batch_sizes.accum)  # raises for a number of micro-batches that the schedule cannot run
     # After the layouts, which say what is state and keeps its dtype.
     in_use = lambda layout, x: x if layout.state else cast(x, precision.compute)  # noqa: E731
-    weight_shapes = jax.eval_shape(partial(jax.tree.map, in_use, layouts), facts.shapes)
+    weight_shapes = jax.eval_shape(partial(jax.tree.map, in_use, placed.layouts), facts.shapes)
 
     total = total_num_steps(batch_sizes.train) if callable(total_num_steps) else total_num_steps
     schedule = resolve_schedule(config, optimizer, lr_scheduler, total)
-    step_optimizer = resolve_optimizer(facts, config, mesh, layouts, precision, optimizer, schedule)
+    step_optimizer = resolve_optimizer(facts, config, mesh, placed.layouts, precision, optimizer, schedule)
     _check_compiler_options(config, mesh)  # last: it compiles
     return Setup(
-        model, config, mesh, batch_sizes, precision, plus, layouts, weight_shapes, step_optimizer, passes, searched,
-        unfit,
+        **vars(placed), batch_sizes=batch_sizes, plus=plus, weight_shapes=weight_shapes, optimizer=step_optimizer,
+        passes=passes, searched=searched, unfit=unfit,
     )  # fmt: skip
 
 
@@ -203,12 +197,9 @@ def float16_on_cpu(precision: Precision, mesh: Mesh) -> bool:
     return precision.compute == jnp.float16 and mesh.devices.flat[0].platform == "cpu"
 
 
-def make_passes(
-    model: Model, config: Config, mesh: Mesh, layouts: PyTree, precision: Precision, read: Callable | None = None
-) -> Passes:
+def make_passes(placed: PlacedModel, read: Read | None = None) -> Passes:
     """Make the passes of the mesh: through the stages of a pipeline, or in sequence."""
-    make = pipelined if mesh.shape[PIPE] > 1 else sequential
-    return make(model, config, mesh, layouts, precision, read)
+    return (pipelined if placed.mesh.shape[PIPE] > 1 else sequential)(placed, read)
 
 
 def _check_compiler_options(config: Config, mesh: Mesh) -> None:

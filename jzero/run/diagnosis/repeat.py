@@ -8,6 +8,7 @@ model's protocol, so they run like it: in every ZeRO stage, scanned or unrolled,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -239,8 +240,8 @@ class Repeat:
         model, read = setup.model, partial(_one, setup.model)
         if self.layers:
             model, read = Probed(setup.model, self.layers), lambda seen: seen  # type: ignore[arg-type,assignment]
-        passes = make_passes(model, setup.config, setup.mesh, setup.layouts, setup.precision, read=read)
-        region = setup.region(passes=passes)  # the run's own model decides on auto_cast
+        passes = make_passes(replace(setup, model=model), read)
+        region = setup.region  # the run's own model decides on auto_cast
 
         def run(
             masters: PyTree, parts: Parts, extra: PyTree, rng: jax.Array, index: jax.Array, histories: Histories
@@ -256,7 +257,7 @@ class Repeat:
 
     def _gradients_program(self, only_suffix: bool) -> Program:
         setup = self.setup
-        region = _tapped(setup, only_suffix) if self.layers else setup.region()
+        region = _tapped(setup, only_suffix) if self.layers else setup.region
         layouts, _ = partition(setup.layouts, trainable(setup.layouts))
         rest = (REPLICATED, REPLICATED, REPLICATED, REPLICATED, setup.histories)
         manual = setup.manual(lambda *args: region.gradients(*args).gradients, *rest, out_specs=specs(layouts))
@@ -282,4 +283,4 @@ def _tapped(setup: Setup, only_suffix: bool) -> DeviceFunctions:
     if config.pipeline.schedule == "zero_bubble":  # which takes the backward pass apart; a tap is in one piece
         pipeline = config.pipeline.model_copy(update={"schedule": "interleaved"})
         config = config.model_copy(update={"pipeline": pipeline})
-    return setup.region(passes=make_passes(model, config, setup.mesh, setup.layouts, setup.precision))
+    return replace(setup, passes=make_passes(replace(setup, model=model, config=config))).region
