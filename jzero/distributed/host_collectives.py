@@ -198,21 +198,15 @@ class Guard:
             values = {"config": settings, "parameters": parameters, "jax": jax.__version__, "mesh": dict(mesh.shape)}
             check_same("train step", values)
 
-    def check(self, call: str, batch: object) -> bool:
-        """Compare the shapes of `batch` once for each program.
-
-        Returns:
-          Whether several processes run this program, and have run it before.
-        """
+    def check(self, call: str, batch: object) -> None:
+        """Compare the shapes of `batch` once for each program."""
         if not self.shared:
-            return False
+            return
         shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named(batch).items()}
         program = call, tuple(shapes.items())
-        if program in self.agreed:
-            return True
-        check_same("train step", {"call": call, "batch": shapes})
-        self.agreed.add(program)
-        return False
+        if program not in self.agreed:
+            check_same("train step", {"call": call, "batch": shapes})
+            self.agreed.add(program)
 
 
 def _flat(tree: object, path: str = "") -> dict[str, str]:

@@ -218,10 +218,9 @@ def observed(step: TrainStep, step_s: float | None = None, rates: Rates | None =
     Raises:
       ConfigError: the step did not run yet, or its devices are not in `GPUS`.
     """
-    traced = step.traced
-    if traced is None:
+    if step.first is None:
         raise ConfigError("html: the step did not run yet; call it once, or plan it with jzero.plan")
-    devices = list(step.mesh.devices.flat)
+    traced, devices = step.first.traced(), list(step.mesh.devices.flat)
     nodes = len({host_of(device) for device in devices})
     cluster = Cluster(gpu_key(devices[0]), nodes, len(devices) // nodes)
     prepared = Prepared(step, cluster, step.first.batch_shapes, traced, traced.lower(), 0.0)

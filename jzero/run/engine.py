@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from jzero.run.diagnosis.step_checks import Checks
 from jzero.run.find_checkpoint import warn_if_not_resumed
 from jzero.run.micro_batches import Accumulation, Held, next_micro_batches, one_batch, position
 from jzero.run.observers import Observers
-from jzero.run.step_memory import check_data, explain_out_of_memory, planned
+from jzero.run.step_memory import check_memory, explain_out_of_memory, fits_data, planned
 from jzero.step.programs import StepResult
 from jzero.step.train_step import Metrics, TrainStep
 
@@ -78,8 +77,8 @@ class Engine(CheckpointedRun):
             self.state = step_fn.init(rng, params)
             self._started()
         observers.lines.memory("with the state", self.state)
-        if loader is not None:
-            check_data(step_fn, loader, self._cut, self._checks.begin(self))
+        # Whether the memory of the first step was compared with the devices'.
+        self._fits = loader is not None and fits_data(step_fn, loader, self._cut, self._checks.begin(self))
 
     def __repr__(self) -> str:
         return f"Engine({self.step_fn!r}, global step {self.global_steps})"
@@ -228,7 +227,14 @@ class Engine(CheckpointedRun):
         """
         step, observers = self.step_fn, self._observers
         skip, samples = self._checks.begin(self), micro_batches * step.micro_size
-        run = partial(step.run, self.state, parts, extra, skip, rows=rows, factor=factor)
+
+        def run() -> StepResult:
+            fed = step.prepare(parts, extra, skip, rows=rows, factor=factor)
+            if not self._fits:
+                check_memory(step)
+                self._fits = True
+            return step.run(self.state, fed, skip)
+
         try:
             done, began = observers.run(run, self.global_steps + 1)
             self.state, self._metrics, details = done

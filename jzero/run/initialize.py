@@ -31,7 +31,6 @@ from jzero.run.deepspeed_names import KEYWORDS
 from jzero.run.engine import Engine
 from jzero.run.find_checkpoint import hold_directory
 from jzero.run.run_report import report
-from jzero.run.step_memory import check_memory
 from jzero.step.setup import resolve
 from jzero.step.train_step import TrainStep
 from jzero.values.parameters import EPOCHS, Total, is_auto
@@ -148,7 +147,7 @@ def initialize(
         model, config, mesh=mesh, optimizer=optimizer, lr_scheduler=lr_scheduler, former=former,
         total_num_steps=partial(_steps_of, training_data, config) if total_num_steps is None else total_num_steps,
     )  # fmt: skip
-    step = TrainStep(setup, before_first=check_memory)
+    step = TrainStep(setup)
     loader = None
     if training_data is not None:
         loader = DataLoader(training_data, step, seed=config.seed, drop_last=config.dataloader_drop_last)

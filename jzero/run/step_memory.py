@@ -13,7 +13,9 @@ import jax
 
 from jzero.data import DataLoader
 from jzero.data.curriculum import Curriculum
+from jzero.display.slow_work import compiling, slow_work
 from jzero.display.text_table import size_text, text_table
+from jzero.distributed import heartbeat
 from jzero.distributed.machine import fullest_first
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
@@ -112,33 +114,40 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's error when memory runs o
 
 
 def check_memory(step: TrainStep) -> None:
-    """Compare the peak of the step that is about to run with its device; devices without a limit are not checked.
+    """Compare the peak of the step that was prepared with its device; devices without a limit are not checked.
 
     Raises:
       OutOfMemoryError: the peak is larger. All processes compile the same, and so raise the same.
     """
     there = usable_memory_here()
-    if there is not None and step.traced is not None and not (need := _planned(step, there)).fits:
+    if there is None:
+        return
+    with heartbeat.work(), slow_work(compiling("the step")):
+        need = _planned(step, there)
+    if not need.fits:
         raise OutOfMemoryError(explained(step, need, f"the step {need.verdict} per device", there.most))
 
 
-def check_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTree], skip: SkipWhen) -> None:
+def fits_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTree], skip: SkipWhen) -> bool:
     """Compile the step for the training data before it begins, and check its memory, as `check_memory` does.
-
-    Data without a length is not read ahead: its first step is checked.
 
     Args:
       cut: cuts a batch to the length of the first step.
       skip: the conditions of the first step.
+
+    Returns:
+      False if only the first step can tell: of data without a length, which are not read ahead.
     """
     if usable_memory_here() is None or (part := loader.first()) is None:
-        return
+        return False
     try:
-        step.expect([cut(part)] * step.batch_sizes.accum, skip)
+        step.prepare([cut(part)] * step.batch_sizes.accum, None, skip, rows=step.micro_size)
+        check_memory(step)
     except OutOfMemoryError:
         raise
-    except Exception:  # the script may change these batches, or give the loss more; its first step tells
-        step.first.forget()
+    except Exception:  # the script may change these batches, or give the loss more
+        return False
+    return True
 
 
 def explain_out_of_memory(step: TrainStep, error: jax.errors.JaxRuntimeError) -> None:
@@ -163,7 +172,8 @@ def explained(step: TrainStep, need: PlannedMemory, what: str, most: int | None)
     lines = [what, section_text(parts[0]), f"largest temporary buffers, in {need.live.at}:"]
     lines.append(section_text(parts[1], plain=True))
     if most is not None:
-        found = nearest(step, step.first.batch_shapes, need.peak_bytes, most)
+        shapes = step.first.batch_shapes  # type: ignore[union-attr]  # of the step that was prepared
+        found = nearest(step, shapes, need.peak_bytes, most)
         lines.append(nearest_text(found, step, need.live))
     return "\n".join(lines)
 

@@ -39,28 +39,27 @@ class Call:
     def __repr__(self) -> str:
         return f"Call({self.name}, {len(self._shapes)} compiled)"
 
-    def __call__(
-        self, state: PyTree, batch: PyTree, extra: PyTree, *rest: Any, of: str = "",
-        before: Callable[[], None] | None = None, **static: Any,
-    ) -> Any:  # fmt: skip
+    def __call__(self, state: PyTree, batch: PyTree, extra: PyTree, *rest: Any, of: str = "", **static: Any) -> Any:
         """Run the program on a batch and what goes with it, both on the devices.
 
         Args:
           of: more of the name, where it differs from run to run.
-          before: runs before the program, as a part of this work.
 
         Raises:
           ConfigError: the processes' batches differ.
         """
-        parts = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch  # the caller's names of leaves
-        steady = self.guard.check(self.name + of, (parts, extra)) and self._steady
+        self.compare(batch, extra, of)
         leaves = jax.tree.leaves((batch, extra))
         shapes = of, jax.tree.structure(rest), *[(type(x), x.shape, x.dtype) for x in leaves]
-        notice = contextlib.nullcontext() if shapes in self._shapes else slow_work(compiling(self.name))
-        with heartbeat.work(steady) as finished_when, notice:
-            if before is not None:
-                before()
+        known = shapes in self._shapes
+        notice = contextlib.nullcontext() if known else slow_work(compiling(self.name))
+        with heartbeat.work(known and self._steady and self.guard.shared) as finished_when, notice:
             results = self.program(state, batch, extra, *rest, **static)
             finished_when(self._last(results))
         self._shapes.add(shapes)
         return results
+
+    def compare(self, batch: PyTree, extra: PyTree, of: str = "") -> None:
+        """Raise a ConfigError if the processes' batches differ; each program is compared once."""
+        parts = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch  # the caller's names of leaves
+        self.guard.check(self.name + of, (parts, extra))

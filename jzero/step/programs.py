@@ -135,44 +135,29 @@ def _trained(setup: Setup, states: States) -> PyTree:
 
 
 class FirstCall:
-    """The shapes of a program's first call; nothing before `note`."""
+    """The shapes of a program's first call: batch, extra, rate, when to skip and factor."""
 
     # Their trace and program are those of the call: JAX finds them in its caches.
 
-    def __init__(self, program: jax.stages.Wrapped, states: States):
-        self._program = program
-        self._state = jax.tree.map(_shape, states.shapes, states.shardings)
-        self._rest: tuple | None = None  # of batch, extra, rate, when to skip and factor
-
-    @property
-    def is_known(self) -> bool:
-        return self._rest is not None
+    def __init__(
+        self, program: jax.stages.Wrapped, states: States, fed: StepInput, rate: np.float32 | None, skip: SkipWhen
+    ):
+        self._program, self._state = program, jax.tree.map(_shape, states.shapes, states.shardings)
+        self._parts, extra = jax.tree.map(_shape, (fed.batch, fed.extra))
+        self._rest = extra, rate, skip._replace(frozen=jax.tree.map(_shape, skip.frozen)), fed.factor
 
     @property
     def batch_shapes(self) -> PyTree:
-        """The shapes of the global batch; None before the first call."""
+        """The shapes of the global batch."""
 
         def whole(*parts: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return parts[0].update(shape=(sum(x.shape[0] for x in parts), *parts[0].shape[1:]))
 
-        return self._rest and jax.tree.map(whole, *self._rest[0])
+        return jax.tree.map(whole, *self._parts)
 
-    def note(self, fed: StepInput, rate: np.float32 | None, skip: SkipWhen) -> None:
-        """Keep the shapes of a call."""
-        frozen = jax.tree.map(_shape, skip.frozen)
-        shapes = jax.tree.map(_shape, (fed.batch, fed.extra))
-        self._rest = (*shapes, rate, skip._replace(frozen=frozen), fed.factor)
-
-    def forget(self) -> None:
-        """Forget the shapes: another call comes first."""
-        self._rest = None
-
-    def traced(self, change: Callable[[PyTree], PyTree] = lambda batch: batch) -> jax.stages.Traced | None:
-        """Trace the call, with other parts of the batch if `change` maps the shapes of its own; None before it."""
-        if self._rest is None:
-            return None
-        parts, *rest = self._rest
-        return self._program.trace(self._state, tuple(change(part) for part in parts), *rest)
+    def traced(self, change: Callable[[PyTree], PyTree] = lambda part: part) -> jax.stages.Traced:
+        """Trace the call, with other parts of the batch if `change` maps the shapes of its own."""
+        return self._program.trace(self._state, tuple(map(change, self._parts)), *self._rest)
 
 
 def _shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import Config, without_curriculum
-from jzero.display.slow_work import compiling, slow_work
-from jzero.distributed import compilation_cache, heartbeat
+from jzero.display.slow_work import slow_work
+from jzero.distributed import compilation_cache
 from jzero.distributed.host_collectives import Guard, check_same
 from jzero.errors import ConfigError
 from jzero.layout.sharding import trainable
@@ -84,23 +84,22 @@ class TrainStep:
       host_bytes: bytes of host memory per device.
       batch_sharding: of every leaf of a batch.
       amount: the samples and tokens of the last step's batch.
-      first: the shapes of its first call, and the trace for other batches.
+      first: the shapes of its first call, and the trace for other batches; None before `prepare`.
       generate: continues prompts: `step.generate(state, tokens, max_new_tokens)`, see `step.generate.Generator`.
     """
 
-    def __init__(self, setup: Setup, *, before_first: Callable[[TrainStep], None] = lambda step: None):
+    def __init__(self, setup: Setup):
         self.setup = setup
         self.model, self.config, self.mesh = setup.model, setup.config, setup.mesh
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
-        self._before_first = before_first
         self.rate: float | None = None  # by set_lr
-        self._began = False  # whether a step ran
+        self.first: FirstCall | None = None
         # A profile reads the program of its step, which differs from the first under a curriculum.
         self._is_profiled = any(
             (self.config.wall_clock_breakdown, self.config.flops_profiler.enabled, self.config.comms_logger.enabled)
         )
-        self._amounts: dict[Any, Amount] = {}
+        self._amounts: dict[Any, Amount] = {}  # of the batches that ran, by their shapes
         self.amount = Amount()
         self._guard = guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
@@ -109,9 +108,7 @@ class TrainStep:
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
         self._placer = BatchPlacer(self.batch_sharding)
         compilation_cache.turn_on(self.mesh.devices.flat)
-        program = step_program(setup, states)
-        self.first = FirstCall(program, states)
-        self._step = Call("the step", program, guard, lambda done: done[1][LOSS], steady=True)
+        self._step = Call("the step", step_program(setup, states), guard, lambda done: done[1][LOSS], steady=True)
         self._gradients = Call("the gradients", gradients_program(setup, states), guard, lambda found: found[1][LOSS])
         self._evaluate = Call("the evaluation", evaluate_program(setup), guard, lambda means: means[LOSS])
         self._micro_loss = Call("a micro-batch's loss", micro_loss_program(setup, states), guard)
@@ -211,8 +208,8 @@ class TrainStep:
 
     @property
     def traced(self) -> jax.stages.Traced | None:
-        """The trace of the first step that ran, or that `expect` announced; None before it."""
-        return self.first.traced()
+        """The trace of the first step that ran or was prepared; None before it."""
+        return None if self.first is None else self.first.traced()
 
     def lower(self, batch_shapes: PyTree, extra: PyTree = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which you need not have; the arguments are those of `trace`."""
@@ -236,46 +233,45 @@ class TrainStep:
         Raises:
           ConfigError: a batch of another size, an `extra` on other devices.
         """
-        state, metrics, _ = self.run(state, [batch], extra)
+        state, metrics, _ = self.run(state, self.prepare([batch], extra))
         return state, metrics
 
-    def run(
-        self, state: TrainState, parts: Sequence[PyTree], extra: PyTree = None, skip: SkipWhen = NEVER, *,
-        rows: int | None = None, factor: float = 1.0,
-    ) -> StepResult:  # fmt: skip
-        """Run one step, and return its details too.
+    def prepare(
+        self, parts: Sequence[PyTree], extra: PyTree = None, skip: SkipWhen = NEVER, *, rows: int | None = None,
+        factor: float = 1.0,
+    ) -> StepInput:  # fmt: skip
+        """Check the input of a step, and put it onto the devices. Before the first step, `traced` is its trace then.
 
         Args:
           parts: the global batch alone, or any number of micro-batches of all replicas.
-          skip: when nothing changes; with `frozen` the details have what the step ran on.
+          skip: as for `run`.
           rows: of each part; default: those of a global batch.
           factor: multiplies the gradient, which is that of the mean over the micro-batches.
         """
         rows = self.batch_sizes.train if rows is None else rows
         batch = self._place(parts, rows, keep_small=skip.frozen is None)  # a search reads what it ran on
-        extra = place_extra(extra, self.mesh)
-        check_alive(state)
         # None for 1: the program of an ordinary step has no such product.
-        fed = StepInput(batch, extra, None if factor == 1 else np.float32(factor))
-        before = None if self.first.is_known else partial(self._before_first, self)
-        if not self._began:
+        fed = StepInput(batch, place_extra(extra, self.mesh), None if factor == 1 else np.float32(factor))
+        if not self._amounts:
+            self._step.compare(fed.batch, fed.extra)
             check_first_batch(self.model, batch)
-        if not self._began or self._is_profiled:
-            self.first.note(fed, self._rate, skip)
-        self._began = True
-        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
-        if shapes not in self._amounts:
-            self._amounts[shapes] = amount_of(batch[0]).times(len(batch))
-        self.amount = self._amounts[shapes]
-        done = self._step(state, batch, extra, self._rate, skip, fed.factor, before=before)
-        return done if skip.frozen is None else (*done[:2], done[2]._replace(fed=fed))
+        if not self._amounts or self._is_profiled:
+            self.first = FirstCall(self._step.program, self._states, fed, self._rate, skip)
+        return fed
 
-    def expect(self, parts: Sequence[PyTree], skip: SkipWhen = NEVER) -> None:
-        """Announce the first step, on such micro-batches, to the function that is called before it."""
-        if not self.first.is_known:
-            self.first.note(StepInput(self._place(parts, self.micro_size), None), self._rate, skip)
-            with heartbeat.work(), slow_work(compiling("the step")):
-                self._before_first(self)
+    def run(self, state: TrainState, fed: StepInput, skip: SkipWhen = NEVER) -> StepResult:
+        """Run one step on what `prepare` returned, and return its details too.
+
+        Args:
+          skip: when nothing changes; with `frozen` the details have what the step ran on.
+        """
+        check_alive(state)
+        shapes = tuple(map(np.shape, jax.tree.leaves(fed.batch)))
+        if shapes not in self._amounts:
+            self._amounts[shapes] = amount_of(fed.batch[0]).times(len(fed.batch))
+        self.amount = self._amounts[shapes]
+        done = self._step(state, fed.batch, fed.extra, self._rate, skip, fed.factor)
+        return done if skip.frozen is None else (*done[:2], done[2]._replace(fed=fed))
 
     @property
     def has_varied(self) -> bool:

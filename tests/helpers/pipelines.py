@@ -214,7 +214,7 @@ def run(model, case, batch=None, **more):
     step = case.step(model, **more)
     state = place(step, initial(model, tuple(more.get("frozen_parameters", ()))))
     before = by_name(jax.device_get(state.params))
-    state, metrics, details = step.run(state, [batch_of(case) if batch is None else batch])
+    state, metrics, details = step.run(state, step.prepare([batch_of(case) if batch is None else batch]))
     assert not metrics["skipped"]
     for x in jax.tree.leaves(state.params):
         parts = {}

@@ -80,7 +80,7 @@ def test_a_stack_that_the_stages_do_not_divide(stage):
     lamb, params = {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, []
     for c in (case, case.unpipelined):
         step = c.step(layers("five"), **lamb)
-        params.append(by_name(jax.device_get(step.run(step.init(jax.random.key(0)), [batch])[0].params)))
+        params.append(by_name(jax.device_get(step.run(step.init(jax.random.key(0)), step.prepare([batch]))[0].params)))
     for name, x in params[0].items():
         np.testing.assert_allclose(x, params[1][name], rtol=1e-6, atol=1e-6, err_msg=name)
 
@@ -197,7 +197,7 @@ def test_micro_loss_is_the_steps():
     state, batch = place(step, initial(noisy)), batch_of(case)
     parts = [jax.tree.map(lambda x, i=i: x[i * ROWS : (i + 1) * ROWS], batch) for i in range(case.micro)]
     before = [step.micro_loss(state, part, i) for i, part in enumerate(parts)]
-    np.testing.assert_allclose(before, step.run(state, [batch])[2].micro_losses, rtol=BOUND)
+    np.testing.assert_allclose(before, step.run(state, step.prepare([batch]))[2].micro_losses, rtol=BOUND)
 
 
 THREE = [Case("1f1b", 2, 3, 1, 2), Case("interleaved", 2, 2, 3, 2, chunks=2)]

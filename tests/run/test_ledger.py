@@ -43,10 +43,9 @@ def train(engine, steps):
     """Return {step: (metrics, rows of its global batch)} as the engine returned and received them."""
     found, run = {}, engine.step_fn.run
 
-    def seen(state, parts, *others, **more):
-        rows = np.concatenate([np.asarray(part["row"]) for part in parts])
-        found[engine.global_steps + 1] = rows
-        return run(state, parts, *others, **more)
+    def seen(state, fed, skip):
+        found[engine.global_steps + 1] = np.concatenate([np.asarray(part["row"]) for part in fed.batch])
+        return run(state, fed, skip)
 
     engine.step_fn.run = seen
     try:
