@@ -24,7 +24,7 @@ from jzero.run.diagnosis.step_checks import Checks
 from jzero.run.find_checkpoint import warn_if_not_resumed
 from jzero.run.micro_batches import Accumulation, Held, next_micro_batches, one_batch, position
 from jzero.run.observers import Observers
-from jzero.run.step_memory import check_memory, explain_out_of_memory, fits_data, planned
+from jzero.run.step_memory import check_memory, explain_out_of_memory, fits_data
 from jzero.step.programs import StepResult
 from jzero.step.train_step import Metrics, TrainStep
 
@@ -59,7 +59,7 @@ class Engine(CheckpointedRun):
         self._metrics: Metrics | None = None
         self.eval_metrics: Metrics = {}
         self.global_steps = self.global_samples = self.micro_steps = 0
-        self._observers = observers = Observers(step_fn, resume, began)
+        self._observers = observers = Observers(step_fn, resume, began, self.curriculum)
         self._functions: dict[type, list[Callable[[Any], object]]] = {}  # by `on`
         # With the engine, or at the program's end. The common hook of all finalizers may be older than that of
         # `joining`, which leaves the process at once.
@@ -105,7 +105,7 @@ class Engine(CheckpointedRun):
         accum = self.step_fn.batch_sizes.accum
         if isinstance(source, Iterator):
             ours, rows = source is self._batches, self.step_fn.micro_size
-            parts = next_micro_batches(source, accum, ours=ours, timed=self._observers.part)
+            parts = next_micro_batches(source, accum, ours=ours, timed=self._observers.timer.part)
         else:
             parts, rows = [source], self.step_fn.batch_sizes.train
         if self.curriculum is not None:
@@ -132,7 +132,7 @@ class Engine(CheckpointedRun):
 
     def _evaluate(self, parts: Sequence[Any], extra: Any = None, ema: bool = False) -> jax.Array:
         state = self.step_fn.averaged(self.state) if ema else self.state
-        found, began = self._observers.evaluate(lambda: self.step_fn.evaluate_parts(state, parts, extra))
+        found, began = self._observers.timer.evaluate(lambda: self.step_fn.evaluate_parts(state, parts, extra))
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
         self._observers.emit(EvaluationGiven(self.global_steps, self.global_samples, dict(self.eval_metrics), began))
@@ -175,7 +175,7 @@ class Engine(CheckpointedRun):
     def _loss(self, micro_batch: Any, extra: Any) -> Any:
         if not self._training:
             return self._evaluate([micro_batch], extra)
-        with self._observers.part(HOST):
+        with self._observers.timer.part(HOST):
             state, micro_batch = self.live_state, self.step_fn.place_micro_batch(micro_batch)
         index = len(self._accumulation.queue)
 
@@ -225,7 +225,7 @@ class Engine(CheckpointedRun):
           counted: the micro-batches that are not yet in `micro_steps`.
           held: those of the three-call loop, whose losses are now known.
         """
-        step, observers = self.step_fn, self._observers
+        step, timer = self.step_fn, self._observers.timer
         skip, samples = self._checks.begin(self), micro_batches * step.micro_size
 
         def run() -> StepResult:
@@ -236,13 +236,13 @@ class Engine(CheckpointedRun):
             return step.run(self.state, fed, skip)
 
         try:
-            done, began = observers.run(run, self.global_steps + 1)
+            done, began = timer.run(run, self.global_steps + 1)
             self.state, self._metrics, details = done
             self.global_steps += 1
             self.global_samples += samples
             self.micro_steps += counted
             last_words.record_step(self.global_steps)
-            with observers.part(DEVICE):  # waits for the step before
+            with timer.part(DEVICE):  # waits for the step before
                 self._checks.finish(self, self._metrics, details)
         except jax.errors.JaxRuntimeError as error:
             explain_out_of_memory(step, error)
@@ -252,13 +252,10 @@ class Engine(CheckpointedRun):
         given = StepGiven(
             self.global_steps, self.global_samples, samples, step.amount.tokens,
             self._metrics, details.loss_scale.skipped, position(self.training_dataloader), length, last, began,
-            observers.clock.lap(HOST),
+            timer.clock.lap(HOST),
         )  # fmt: skip
-        with observers.part(HOST):
-            if not observers.has_stepped:
-                observers.show_first(given, step, lambda: planned(step, self.curriculum))
-            observers.emit(given)
-            observers.show(given, step)
+        with timer.part(HOST):
+            self._observers.emit(given)
         for i, one in enumerate(held):
             one.loss.replace(lambda losses=details.micro_losses, i=i: losses[i])  # type: ignore[misc]
         self._tell()

@@ -36,6 +36,10 @@ class Lines:
         self.times: Mapping[str, float] = {}
         self._samples, self._since = 0, time.perf_counter()  # where the speed of the next line begins
 
+    def has_line(self, step: int, last: bool = False) -> bool:
+        """Return whether a step has a progress line; the run's last step always has one."""
+        return last or (self.every is not None and step % self.every == 0)
+
     def on(self, event: Event) -> None:
         """Print the lines about an event."""
         if isinstance(event, StepEnded):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
+from jzero.config import Config
+from jzero.data.curriculum import Curriculum
 from jzero.distributed import last_words
 from jzero.errors import escaped
 from jzero.events import (
@@ -49,46 +52,21 @@ class Observer(Protocol):
         """Take an event. Its arrays are not to be read: what has ended has floats."""
 
 
-class Observers:
-    """Times the parts of a run, and passes its events on.
-
-    It keeps neither the step nor a state, since the thread and the program's end keep it longer than the engine lives.
+class Timer:
+    """Times the parts of a run, and waits for the devices where the config asks for it.
 
     Attributes:
       clock: the one clock of the run.
       waiter: waits for what the devices were given; on other processes than 0 only if somebody asks for it.
-      completed: the steps that they have finished.
-      lines, curves, ledger, profiles, panel: what is shown and recorded; panel is None where there is none.
-      has_stepped: whether the first step was shown.
-      wanted: the types of events that the engine's user observes.
-      happened: those of them that nobody has been told.
     """
 
-    def __init__(self, step: TrainStep, resume: Path | None = None, began: float | None = None):
-        config, self._devices = step.config, step.mesh.size
-        self._config = config
-        self.profiles = Profiles(config)
-        self.lines, self.curves = Lines(config, step.setup.optimizer.schedule), Curves(config)
-        self.waiter, self.completed = ResultWaiter(), CompletedSteps()
-        self.clock = Clock(self.waiter.worked)
-        self.ledger = Recorder(step, resume, began, self.waiter.settle)
-        self._all: tuple[Observer, ...] = (self.completed, self.ledger, self.curves, self.lines)
-        progress = config.progress
-        self._shows = self.lines.prints and (progress.summary or progress.panel is not False)
-        self.panel = make_panel(step, self.waiter.busy, self.completed, self.clock) if self._shows else None
+    def __init__(self, config: Config, lines: Lines, profiles: Profiles):
+        self._lines, self._profiles, self._by_line = lines, profiles, config.memory_breakdown
         # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the time in which the
         # devices wait.
-        self._follows = self.lines.prints or self.lines.timed or config.straggler_check.every is not None
-        self.wanted: set[type] = set()
-        self.happened = deque[Event]()
+        self.waiter = ResultWaiter(lines.prints or lines.timed or config.straggler_check.every is not None)
+        self.clock = Clock(self.waiter.worked)
         self._work: DeviceWork | None = None  # of what the devices were given, until its event
-        self._mark: tuple[int, Moment] = 0, Moment(time.perf_counter(), {})  # of the last progress line
-        self.has_stepped = False
-        self._last_part = SCRIPT  # of the clock: what follows the last step
-        self._saving: SaveBegan | None = None
-        self._files = dict(self.curves.places)
-
-    # ------------------------------------------------------------------ time
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[Moment]:
@@ -105,55 +83,106 @@ class Observers:
         Under wall_clock_breakdown this waits for the results, to tell the devices' time from the host's. Otherwise the
         host prepares the next step in the meantime.
         """
-        line = self._has_line(number)
-        profiled = self.profiles.around(number, lambda: self.part(PROFILE), line_due=self.lines.timed and line)
+        line = self._lines.has_line(number)
+        profiled = self._profiles.around(number, lambda: self.part(PROFILE), line_due=self._lines.timed and line)
         with profiled as wait:
             with self.part(HOST) as began:
                 done = step()
-            self._given(DEVICE)
             # Before the next step takes memory.
-            self._ready(done, DEVICE, wait or (self._config.memory_breakdown and line))
+            self._given(done, DEVICE, wait or (self._by_line and line))
         return done, began
 
     def evaluate(self, evaluation: Callable[[], Any]) -> tuple[Any, Moment]:
         """Run an evaluation; return its results, and when it began."""
         with self.part(EVALUATION) as began:
             found = evaluation()
-            self._given(EVALUATION)
-            self._ready(found, EVALUATION)
+            self._given(found, EVALUATION)
         return found, began
 
-    def _given(self, part: str) -> None:
-        """Note that the devices have work, if anybody asks."""
-        if self._work is not None:  # an exception kept its event away
-            self._work.end = time.perf_counter()
-        self._work = self.waiter.begin(part) if self._follows else None
-
-    def _ready(self, results: Any, part: str, wait: bool = False) -> None:
-        """Wait for results, under wall_clock_breakdown always, so that no other part waits for them."""
-        if self.lines.timed or wait:
+    def _given(self, results: Any, part: str, wait: bool = False) -> None:
+        """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
+        self.end_work()  # an exception kept its event away
+        self._work = self.waiter.begin(part)
+        if self._lines.timed or wait:
             jax.block_until_ready(results)
             self.waiter.ended()
             self.clock.lap(part)
 
-    def _has_line(self, step: int, last: bool = False) -> bool:
-        """Return whether a step has a progress line; the run's last step always has one."""
-        every = self.lines.every
-        return last or (every is not None and step % every == 0)
+    def take_work(self) -> DeviceWork | None:
+        """Return the work that the next event ends."""
+        work, self._work = self._work, None
+        return work
+
+    def end_work(self) -> None:
+        """Note that no event ends the last work."""
+        if work := self.take_work():
+            work.end = time.perf_counter()
+
+
+class Observers:
+    """Passes the events of a run on, and shows on process 0 what reads the program of a step.
+
+    It holds neither the step nor a state, since the thread and the program's end keep it longer than the engine lives.
+
+    Attributes:
+      timer, clock, waiter: time the run.
+      completed: the steps that the devices have finished.
+      lines, curves, ledger, profiles, panel: what is shown and recorded; panel is None where there is none.
+      wanted: the types of events that the engine's user observes.
+      happened: those of them that nobody has been told.
+    """
+
+    def __init__(
+        self, step: TrainStep, resume: Path | None = None, began: float | None = None,
+        curriculum: Curriculum | None = None,
+    ):  # fmt: skip
+        self._step, self._curriculum, self._has_stepped = weakref.ref(step), curriculum, False
+        self._config, self._devices = config, _ = step.config, step.mesh.size
+        self.profiles = Profiles(config)
+        self.lines, self.curves = Lines(config, step.setup.optimizer.schedule), Curves(config)
+        self.timer, self.completed = Timer(config, self.lines, self.profiles), CompletedSteps()
+        self.clock, self.waiter = self.timer.clock, self.timer.waiter
+        self.ledger = Recorder(step, resume, began, self.waiter.settle)
+        self._all: tuple[Observer, ...] = (self.completed, self.ledger, self.curves, self.lines)
+        progress = config.progress
+        self._shows = self.lines.prints and (progress.summary or progress.panel is not False)
+        self.panel = make_panel(step, self.waiter.busy, self.completed, self.clock) if self._shows else None
+        self.wanted: set[type] = set()
+        self.happened = deque[Event]()
+        self._mark: tuple[int, Moment] = 0, Moment(time.perf_counter(), {})  # of the last progress line
+        self._last_part = SCRIPT  # of the clock: what follows the last step
+        self._saving: SaveBegan | None = None
+        self._files = dict(self.curves.places)
 
     # ------------------------------------------------------------------ events
 
     def emit(self, event: Event) -> None:
-        """Pass an event on to all observers, once its arrays have values."""
+        """Pass an event on to all observers, once its arrays have values. All processes call it."""
         self._note(event)
-        handling = HANDLINGS[type(event)]
-        results, work = handling.when_given(self, event)
-        if self._follows:
-            self.waiter.give(results, partial(self._deliver, event, handling), work)
+        results: Any = None
+        work: DeviceWork | None = None
+        match event:
+            case StepGiven():
+                self._show_first(event)
+                self._last_part = CHECKPOINT if event.last else SCRIPT
+                results, work = (event.metrics, event.skipped), self.timer.take_work()
+            case EvaluationGiven():
+                results, work = event.metrics, self.timer.take_work()
+            case StateStarted():
+                self.waiter.settle()  # lines of the former state measure from its mark
+                self.timer.end_work()  # of a step whose checks stopped the run
+            case SaveBegan():
+                self._note_saved()  # the one before, which this one has waited for
+                self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
+            case Noticed(raised=False):
+                self.lines.say(escaped(f"jzero: step {event.step}: {event.text}"))  # now, whatever the devices do
+        self.waiter.give(results, partial(self._deliver, event), work)
+        if isinstance(event, StepGiven):
+            self._show(event)
 
-    def _deliver(self, event: Event, handling: Handling, values: Any, end: float) -> None:
-        """Take an event in the waiter's thread: the only place where metrics become floats."""
-        ended = handling.when_ended(self, event, values, end)
+    def _deliver(self, event: Event, values: Any, end: float) -> None:
+        """Pass on an event that has ended, in the waiter's thread."""
+        ended = self._ended(event, values, end)
         if ended is not event:
             self._note(ended)
         for observer in self._all:
@@ -162,46 +191,20 @@ class Observers:
             except BaseException as error:  # one that fails must not keep the event from the others
                 warn(error)
 
-    def _give_step(self, event: StepGiven) -> Given:
-        self._last_part = CHECKPOINT if event.last else SCRIPT
-        return (event.metrics, event.skipped), self._take_work()
-
-    def _end_step(self, event: StepGiven, values: Any, end: float) -> StepEnded:
-        metrics, skipped = {name: float(x) for name, x in values[0].items()}, int(values[1])
-        line = self._has_line(event.step, event.last)
-        parts = self._breakdown(event) if line and self.lines.timed else {}
-        return StepEnded(event, metrics, skipped, end, line, parts)
-
-    def _give_evaluation(self, event: EvaluationGiven) -> Given:
-        return event.metrics, self._take_work()
-
-    def _end_evaluation(self, event: EvaluationGiven, values: Any, end: float) -> EvaluationEnded:
-        metrics = {name: float(x) for name, x in values.items()}
-        return EvaluationEnded(event.step, event.samples, metrics, event.began, end)
-
-    def _say_notice(self, event: Noticed) -> Given:
-        if not event.raised:
-            self.lines.say(escaped(f"jzero: step {event.step}: {event.text}"))  # now, whatever the devices do
-        return NOTHING
-
-    def _start_state(self, event: StateStarted) -> Given:
-        self.waiter.settle()  # lines of the former state measure from its mark
-        if work := self._take_work():  # of a step whose checks stopped the run
-            work.end = time.perf_counter()
-        return NOTHING
-
-    def _mark_state(self, event: StateStarted, values: Any, end: float) -> StateStarted:
-        self._mark = event.step, event.at
+    def _ended(self, event: Event, values: Any, end: float) -> Event:
+        """Return the event that observers see: here alone metrics become floats."""
+        match event:
+            case StepGiven():
+                metrics, skipped = {name: float(x) for name, x in values[0].items()}, int(values[1])
+                line = self.lines.has_line(event.step, event.last)
+                parts = self._breakdown(event) if line and self.lines.timed else {}
+                return StepEnded(event, metrics, skipped, end, line, parts)
+            case EvaluationGiven():
+                metrics = {name: float(x) for name, x in values.items()}
+                return EvaluationEnded(event.step, event.samples, metrics, event.began, end)
+            case StateStarted():
+                self._mark = event.step, event.at
         return event
-
-    def _begin_save(self, event: SaveBegan) -> Given:
-        self._note_saved()  # the one before, which this one has waited for
-        self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
-        return NOTHING
-
-    def _take_work(self) -> DeviceWork | None:
-        work, self._work = self._work, None
-        return work
 
     def _breakdown(self, event: StepGiven) -> dict[str, float]:
         """Return the milliseconds per step of each part since the last progress line."""
@@ -215,7 +218,8 @@ class Observers:
     def want(self, kind: type) -> None:
         """Keep the events of a type in `happened`."""
         self.wanted.add(kind)
-        self._follows |= kind in (StepEnded, EvaluationEnded)
+        if kind in (StepEnded, EvaluationEnded):
+            self.waiter.follow()
 
     def told(self) -> Iterator[Event]:
         """Take the events that nobody has been told, the oldest first."""
@@ -230,29 +234,32 @@ class Observers:
 
     # ------------------------------------------------------------------ what process 0 shows of a step
 
-    def show(self, event: StepGiven, step: TrainStep) -> None:
-        """Show what reads the program of a step. All processes call it."""
-        waited = self.lines.timed or self._config.memory_breakdown
-        if event.last or (waited and self._has_line(event.step)):
-            self.waiter.settle()  # the host has waited for the step anyway, and its line comes before its profile
-        for text in self.profiles.texts(event.step, step):
-            self.lines.say(text)
-        if self._shows and summary.last is not self:
-            summary.print_at_end(self)
-        if self.panel:
-            self.panel.step()
-
-    def show_first(self, event: StepGiven, step: TrainStep, planned: Callable[[], str]) -> None:
-        """Print what only the first step shows, before its own line; `planned` describes its memory."""
-        self.has_stepped = True
+    def _show_first(self, event: StepGiven) -> None:
+        """Print what only the first step shows, before its own line."""
+        if self._has_stepped or (step := self._step()) is None:
+            return
+        self._has_stepped, curriculum, self._curriculum = True, self._curriculum, None
         if self._config.memory_breakdown and step.traced:
             self.lines.say(step_memory.by_module(step))
-            self.lines.say(planned())  # on every process, because it may compile
+            self.lines.say(step_memory.planned(step, curriculum))  # on every process, because it may compile
             self.lines.memory("after the first step", event.metrics)
         if self.lines.prints and (remarks := step_report(step)):
             self.lines.say(remarks)
         if self._shows:
             self.completed.find_ideal(step)
+
+    def _show(self, event: StepGiven) -> None:
+        """Show what reads the program of a step."""
+        waited = self.lines.timed or self._config.memory_breakdown
+        if event.last or (waited and self.lines.has_line(event.step)):
+            self.waiter.settle()  # the host has waited for the step anyway, and its line comes before its profile
+        if step := self._step():
+            for text in self.profiles.texts(event.step, step):
+                self.lines.say(text)
+        if self._shows and summary.last is not self:
+            summary.print_at_end(self)
+        if self.panel:
+            self.panel.step()
 
     # ------------------------------------------------------------------ the end
 
@@ -274,28 +281,3 @@ class Observers:
         for observer in (self.ledger, self.curves):
             observer.on(RunEnded(last_words.ended_by()))
         self.waiter.close()
-
-
-Given = tuple[Any, DeviceWork | None]  # the arrays that an event waits for, and the work that ends with them
-NOTHING: Given = (None, None)
-
-
-class Handling(NamedTuple):
-    """The way of one type of events through the observers.
-
-    Attributes:
-      when_given: at once, in the script's thread; returns what the event waits for.
-      when_ended: (event, values of the arrays, time) -> the event that the observers see, in the waiter's thread.
-    """
-
-    when_given: Callable[[Observers, Any], Given] = lambda observers, event: NOTHING
-    when_ended: Callable[[Observers, Any, Any, float], Event] = lambda observers, event, values, end: event
-
-
-HANDLINGS: dict[type, Handling] = {
-    StepGiven: Handling(Observers._give_step, Observers._end_step),
-    EvaluationGiven: Handling(Observers._give_evaluation, Observers._end_evaluation),
-    StateStarted: Handling(Observers._start_state, Observers._mark_state),
-    SaveBegan: Handling(Observers._begin_save),
-    Noticed: Handling(Observers._say_notice),
-}

@@ -40,16 +40,26 @@ class ResultWaiter:
     """Follows results of the devices to their end, in the order in which they were given.
 
     The devices run one program after another, so the oldest work that has not ended is the one they run.
+
+    Args:
+      follows: whether anybody asks for them; otherwise `begin` and `give` do nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follows: bool = True) -> None:
+        self.follows = follows
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._works = deque[DeviceWork]()
         self._thread: threading.Thread | None = None
         self._closed, self._lost = False, False
 
-    def begin(self, part: str) -> DeviceWork:
+    def follow(self) -> None:
+        """Follow results from now on."""
+        self.follows = True
+
+    def begin(self, part: str) -> DeviceWork | None:
         """Note that the devices have just been given a program; `give` its results with the work that this returns."""
+        if not self.follows:
+            return None
         work = DeviceWork(part)
         self._works.append(work)
         return work
@@ -62,7 +72,7 @@ class ResultWaiter:
           then: not called if the devices fail; the script gets that error.
           work: ends with these results.
         """
-        if self._closed:
+        if self._closed or not self.follows:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="jzero follower")

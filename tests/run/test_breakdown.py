@@ -1,6 +1,7 @@
 """The breakdowns of time and memory: lines at the right steps, whose numbers agree with other sources."""
 
 import contextlib
+import copy
 import io
 import itertools
 import re
@@ -15,7 +16,6 @@ from jzero.run import clock as clock_module
 from jzero.run import step_memory
 from jzero.run.clock import COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock, per_step
 from jzero.run.observers import Observers
-from jzero.step.batch import Amount
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
 ALL = {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 2}
@@ -103,9 +103,9 @@ def test_only_the_breakdown_waits_for_the_devices(loop, monkeypatch, capsys):
 def test_without_steps_per_print_every_tenth_step_has_lines(capsys):
     made = engine()
     config = made.step_fn.config.model_copy(update={"wall_clock_breakdown": True, "memory_breakdown": True})
-    made._observers = Observers(
-        SimpleNamespace(config=config, amount=Amount(), mesh=made.step_fn.mesh, setup=made.step_fn.setup)
-    )
+    step = copy.copy(made.step_fn)
+    step.config = config
+    made._observers = Observers(step)
     capsys.readouterr()
     for step in range(1, 12):
         made.train_batch(rows(0))
