@@ -23,7 +23,7 @@ from jzero.run import progress, restore
 from jzero.run.clock import CHECKPOINT, START
 from jzero.run.deepspeed_api import DeepSpeedApi
 from jzero.run.diagnosis.step_checks import Checks
-from jzero.run.diagnosis.watch import Mark
+from jzero.run.diagnosis.watch import Mark, Taken
 from jzero.run.find_checkpoint import print_warning, resume_from
 from jzero.run.micro_batches import position
 
@@ -74,7 +74,7 @@ class CheckpointedRun(DeepSpeedApi):
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._accumulation.check_empty("save_checkpoint")
-        self._checks.settle(self)
+        self._stop_for(self._checks.settle(self))
         state = self.live_state
         step, former, earlier = self.step_fn, self.client_state, checkpoint.last_save()
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
@@ -216,6 +216,16 @@ class CheckpointedRun(DeepSpeedApi):
                 None if loader is None else loader.order, at,
             )
         )  # fmt: skip
+
+    def _stop_for(self, step: Taken | None) -> None:
+        """Go back to where the run was before a step that is not finite, if there is one, and raise what is found."""
+        if step is None:
+            return
+        assert step.before is not None  # noqa: S101  # steps that halt have marks
+        self._go_back(step.before)
+        error = self._checks.explain(self, step)
+        self._started(f"before step {step.number}")
+        raise error
 
     def _go_back(self, mark: Mark) -> None:
         """Set the counters and the loss scale back to where they were before steps that changed nothing else."""

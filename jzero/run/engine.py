@@ -243,7 +243,7 @@ class Engine(CheckpointedRun):
             self.micro_steps += counted
             last_words.record_step(self.global_steps)
             with timer.part(DEVICE):  # waits for the step before
-                self._checks.finish(self, self._metrics, details)
+                self._stop_for(self._checks.finish(self, self._metrics, details))
         except jax.errors.JaxRuntimeError as error:
             explain_out_of_memory(step, error)
             raise

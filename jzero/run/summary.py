@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from jzero.config import Config
 from jzero.errors import escaped
@@ -16,8 +16,10 @@ from jzero.ledger.recorder import Recorder
 from jzero.loss import LOSS
 from jzero.profiling.device_times import COLLECTIVES, DeviceTimes
 from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PEERS, PROFILE, SCRIPT, START, Clock
-from jzero.run.panel import Panel
 from jzero.run.speed import CompletedSteps, Speed, Totals
+
+if TYPE_CHECKING:
+    from jzero.run.observers import Observers
 
 IDLE = 0.1  # of the time of the steps: a wait of the devices that is worth a change
 COMMUNICATION = 0.25  # of a step on the device: collectives that no computation hides
@@ -188,20 +190,11 @@ class Summary(NamedTuple):
         return escaped("\n".join(lines))
 
 
-class Ending(Protocol):
-    """The observers of a run, as far as its end needs them."""
-
-    @property
-    def panel(self) -> Panel | None: ...
-
-    def summary(self) -> Summary | None: ...
-
-
-last: Ending | None = None  # of all runs of this process, the one that has taken the last step
+last: Observers | None = None  # of all runs of this process, the one that has taken the last step
 _process = 0  # which took it: a fork has the variables of its parent, but not its run
 
 
-def print_at_end(run: Ending) -> None:
+def print_at_end(run: Observers) -> None:
     """Have the program's end print the summary of this run, unless another one takes a step later."""
     global last, _process
     if last is None:

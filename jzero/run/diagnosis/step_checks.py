@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,13 +16,18 @@ from jzero.checkpoint.checksums import checksums
 from jzero.errors import some_of
 from jzero.events import Noticed
 from jzero.loss import LOSS
+from jzero.loss_scale import NonFiniteError
 from jzero.run.diagnosis.non_finite_search import by_part, device_name
 from jzero.run.diagnosis.stragglers import Stragglers
-from jzero.run.diagnosis.watch import Stream, Watch, WatchedRun
+from jzero.run.diagnosis.watch import Taken, Watch
+from jzero.run.observers import Observers
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
 from jzero.step.update import SkipWhen
 from jzero.tree import PyTree, named
+
+if TYPE_CHECKING:
+    from jzero.run.checkpoints import CheckpointedRun
 
 
 class Checks:
@@ -32,37 +37,43 @@ class Checks:
     `read`, which looks at what it kept.
     """
 
-    def __init__(self, step: TrainStep, stream: Stream):
-        self._finite, self._spikes = Watch(step, stream), Spikes(step, stream)
-        self._replicas, self._stragglers = Replicas(step, stream), Stragglers(step, stream)
+    def __init__(self, step: TrainStep, observers: Observers):
+        self._finite, self._spikes = Watch(step, observers), Spikes(step, observers)
+        self._replicas, self._stragglers = Replicas(step, observers), Stragglers(step, observers)
         others = (self._spikes, self._replicas, self._stragglers)
         self._all = [self._finite, *(check for check in others if check.is_on)]
         self._kept: list[Any] = []  # of the last step, by each check
 
-    def begin(self, run: WatchedRun) -> SkipWhen:
+    def begin(self, run: CheckpointedRun) -> SkipWhen:
         """Return the conditions of the next step."""
         return SkipWhen(self._finite.begin(run), self._spikes.begin() if self._spikes.is_on else None)
 
-    def finish(self, run: WatchedRun, metrics: Metrics, details: Details) -> None:
+    def finish(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> Taken | None:
         """Take a step that was given to the devices, and read what was computed about the one before it.
 
-        Raises:
-          NonFiniteError: the step before was not finite, and the run stops for it.
+        Returns:
+          The step before, if it was not finite and the run stops for it.
         """
         earlier, self._kept = self._kept, []  # an error forgets both steps
         taken = [check.take(run, metrics, details) for check in self._all]
         for check, kept in zip(self._all, earlier, strict=False):  # of the first step there is none
-            if kept is not None:
-                check.read(run, kept)
+            if kept is not None and check.read(run, kept):
+                return kept
         self._kept = taken
+        return None
 
-    def settle(self, run: WatchedRun) -> None:
-        """Report what was found about the last step, or stop for it, before its state is saved."""
+    def settle(self, run: CheckpointedRun) -> Taken | None:
+        """Report what was found about the last step, before its state is saved; return it if the run stops for it."""
         for i, check in reversed(list(enumerate(self._all[: len(self._kept)]))):  # the one that may stop comes last
             if check is self._replicas or (check is self._finite and self._finite.stops):
                 kept, self._kept[i] = self._kept[i], None
-                if kept is not None:
-                    check.read(run, kept)
+                if kept is not None and check.read(run, kept):
+                    return kept
+        return None
+
+    def explain(self, run: CheckpointedRun, step: Taken) -> NonFiniteError:
+        """Search a step that stopped the run; see `Watch.explain`."""
+        return self._finite.explain(run, step)
 
     def restart(self) -> None:
         """Forget the last step: the state was replaced."""
@@ -98,8 +109,8 @@ class Spikes:
     decides whether it is skipped, and nothing waits.
     """
 
-    def __init__(self, step: TrainStep, stream: Stream):
-        section, self._stream = step.config.spikes, stream
+    def __init__(self, step: TrainStep, observers: Observers):
+        section, self._observers = step.config.spikes, observers
         self._skips, self.is_on = section.action == "skip", section.action != "ignore"
         self._window, self._threshold = section.window, section.threshold
         self._values = tuple(deque[float](maxlen=self._window) for _ in range(2))
@@ -109,11 +120,11 @@ class Spikes:
         """Return the largest loss and gradient norm of the next step, if it is skipped above them; else None."""
         return self._limits if self._skips else None
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Given:
+    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> Given:
         """Keep a step, with the limits that it got."""
         return Given(run.global_steps, metrics, self._limits)
 
-    def read(self, run: WatchedRun, step: Given) -> None:
+    def read(self, run: CheckpointedRun, step: Given) -> None:
         """Look at a step, and compute the limits of the step after the next."""
         pair = jax.device_get((step.metrics[LOSS], step.metrics[NORM]))
         if not all(map(math.isfinite, pair)):
@@ -131,7 +142,7 @@ class Spikes:
         if high and self._lines < MOST_LINES:
             self._lines += 1
             effect = ", the step changed nothing" if self._skips else ""
-            self._stream.emit(Noticed(step.number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}"))
+            self._observers.emit(Noticed(step.number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}"))
         if len(self._values[0]) >= max(LEAST, self._window // 2):
             self._limits = np.array([spike_threshold(values, self._threshold) for values in self._values], np.float32)
 
@@ -161,20 +172,20 @@ class Replicas:
     The checksums are read one step later, so that no step waits, or before a save.
     """
 
-    def __init__(self, step: TrainStep, stream: Stream):
-        self._step, self._every, self._stream = step, step.config.desync_check.every or 0, stream
+    def __init__(self, step: TrainStep, observers: Observers):
+        self._step, self._every, self._observers = step, step.config.desync_check.every or 0, observers
         self.is_on = self._every > 0
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> tuple[int, jax.Array] | None:
+    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> tuple[int, jax.Array] | None:
         """Take the checksums of the state after a step, if a comparison is due."""
         due = run.global_steps % self._every == 0
         return (run.global_steps, self.sums(run.state)) if due else None
 
-    def read(self, run: WatchedRun, kept: tuple[int, jax.Array]) -> None:
+    def read(self, run: CheckpointedRun, kept: tuple[int, jax.Array]) -> None:
         """Report the copies that differed when checksums were taken."""
         number, sums = kept
         if found := self.differing(np.asarray(sums)):
-            self._stream.emit(Noticed(number, DIFFER, f"{DIFFER}: {some_of(found, MOST_LEAVES)}"))
+            self._observers.emit(Noticed(number, DIFFER, f"{DIFFER}: {some_of(found, MOST_LEAVES)}"))
 
     @cached_property
     def sums(self) -> Any:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,12 @@ import jax.numpy as jnp
 from jzero.distributed.host_collectives import gather_texts
 from jzero.errors import some_of
 from jzero.events import Noticed
-from jzero.run.diagnosis.watch import Stream, WatchedRun
+from jzero.run.observers import Observers
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
+
+if TYPE_CHECKING:
+    from jzero.run.checkpoints import CheckpointedRun
 
 STRAGGLER = "straggler"
 OWN = ("data", "script", "host")  # parts of the clock in which the devices of a process wait for it
@@ -46,8 +49,8 @@ class Report(NamedTuple):
 class Stragglers:
     """Compares the processes and GPUs of a run every `straggler_check.every` steps."""
 
-    def __init__(self, step: TrainStep, stream: Stream):
-        self._every, self._stream = step.config.straggler_check.every or 0, stream
+    def __init__(self, step: TrainStep, observers: Observers):
+        self._every, self._observers = step.config.straggler_check.every or 0, observers
         self._mesh, self.is_on = step.mesh, self._every > 0
         self._mark: tuple[int, dict[str, float]] | None = None
 
@@ -55,9 +58,9 @@ class Stragglers:
         """Measure from the next step on."""
         self._mark = None
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> None:
+    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> None:
         """Take a step that was given to the devices; compare if it is due. The first step compiles, and is left out."""
-        number, now = run.global_steps, {part: self._stream.clock.total.get(part, 0.0) for part in STEP}
+        number, now = run.global_steps, {part: self._observers.clock.total.get(part, 0.0) for part in STEP}
         if self._mark is not None and number <= self._mark[0]:  # a step that is not finite took the run back
             self._mark = None
         if self._mark is not None and number % self._every == 0:
@@ -66,11 +69,11 @@ class Stragglers:
             mine = Report(socket.gethostname(), parts, time_matmuls(self._mesh.local_devices))
             reports = [Report(*json.loads(text)) for text in gather_texts("stragglers", json.dumps(mine))]
             for text in late(reports) + slow(reports):
-                self._stream.emit(Noticed(number, STRAGGLER, text))
+                self._observers.emit(Noticed(number, STRAGGLER, text))
         if self._mark is None or number % self._every == 0:
             self._mark = number, now
 
-    def read(self, run: WatchedRun, kept: None) -> None:
+    def read(self, run: CheckpointedRun, kept: None) -> None:
         """Do nothing: a comparison waits for no step."""
 
 

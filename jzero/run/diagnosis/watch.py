@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +24,21 @@ from jzero.events import Noticed
 from jzero.ledger.read import Step, rows_of
 from jzero.loss import LOSS
 from jzero.loss_scale import LossScale, NonFiniteError, check_stuck
-from jzero.run.clock import Clock
 from jzero.run.diagnosis.non_finite_search import Finding, find_non_finite
 from jzero.run.diagnosis.repeat import Repeat
 from jzero.run.diagnosis.replay import save_replay
+from jzero.run.observers import Observers
 from jzero.step.programs import Details
-from jzero.step.state import TrainState
 from jzero.step.train_step import Metrics, TrainStep
+
+if TYPE_CHECKING:
+    from jzero.run.checkpoints import CheckpointedRun
 
 STOP = "stop"
 NOT_FINITE = "not finite"
 MOST_WARNINGS = 10  # of one run
 AGREE = 300.0  # seconds to wait for the other processes' search, which may compile
 HINT = 'set "non_finite": {"action": "stop"} to end the run there and find the layer and the rows'
-
-
-class WatchedRun(Protocol):
-    """The part of the engine that is watched, and set back to where it was before a step."""
-
-    state: TrainState
-    global_steps: int
-    training_dataloader: DataLoader | None
-
-    def _go_back(self, mark: Mark) -> None:
-        """Set the run back to where it was, besides its parameters."""
-
-    def _started(self, origin: str) -> None:
-        """Go on with another state; `origin` says where it is from."""
 
 
 class Mark(NamedTuple):
@@ -71,20 +59,11 @@ class Taken(NamedTuple):
     after: Mark | None
 
 
-class Stream(Protocol):
-    """Passes events to the observers of the run, and has its clock."""
-
-    clock: Clock
-
-    def emit(self, event: Noticed) -> None:
-        """Pass an event on."""
-
-
 class Watch:
     """Watches the steps of one engine."""
 
-    def __init__(self, step: TrainStep, stream: Stream):
-        self._step, self._section, self._stream = step, step.config.non_finite, stream
+    def __init__(self, step: TrainStep, observers: Observers):
+        self._step, self._section, self._observers = step, step.config.non_finite, observers
         self.stops = self._section.action == STOP
         self._warnings, self._in_a_row = 0, False
         self.restart()
@@ -96,56 +75,49 @@ class Watch:
         if self.stops:
             self._frozen = jax.device_put(jnp.zeros((), bool), NamedSharding(self._step.mesh, PartitionSpec()))
 
-    def begin(self, run: WatchedRun) -> jax.Array | None:
+    def begin(self, run: CheckpointedRun) -> jax.Array | None:
         """Return whether the next step is frozen, on the devices; None unless a step may freeze the next."""
         if self._frozen is not None and self._mark is None:
             self._mark = _mark(run, jax.tree.map(jnp.copy, run.state.loss_scale))  # the step deletes the state
         return self._frozen
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Taken:
+    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> Taken:
         """Keep a step, and where the run is before and after it."""
         before = self._mark
         if details.frozen is not None:
             self._frozen, self._mark = details.frozen, _mark(run, details.loss_scale)
         return Taken(run.global_steps, metrics, details, before, self._mark)
 
-    def read(self, run: WatchedRun, step: Taken) -> None:
-        """Check a step.
-
-        Raises:
-          NonFiniteError: it was not finite, and the run stops for it.
-        """
+    def read(self, run: CheckpointedRun, step: Taken) -> bool:
+        """Check a step; return whether the run stops for it."""
         metrics, scale = step.metrics, step.details.loss_scale
         values = metrics[LOSS], metrics["grad_norm"], metrics["skipped"], scale.stuck, step.details.frozen
         loss, norm, skipped, stuck, frozen = jax.device_get(values)
         if frozen:
-            self._stop(run, step, float(loss))
+            return True
         scaled = self._step.config.fp16.enabled  # whose overflows are part of the search for a scale
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or scaled)
         if bad and not self._in_a_row and self._warnings < MOST_WARNINGS:
             self._warnings += 1
             what = f"the loss is {float(loss):g}" if not math.isfinite(loss) else "the gradient is not finite"
             effect = "the step changed nothing" if skipped else "the step changed the parameters"
-            self._stream.emit(Noticed(step.number, NOT_FINITE, f"{what}, {effect}; {HINT}"))
+            self._observers.emit(Noticed(step.number, NOT_FINITE, f"{what}, {effect}; {HINT}"))
         self._in_a_row = bad
         if stuck:
             check_stuck(scale, self._step.trainable_names)
+        return False
 
-    def _stop(self, run: WatchedRun, step: Taken, loss: float) -> NoReturn:
-        """Set the run back to where it was before a step, search that step, and raise what was found."""
-        assert step.before is not None  # noqa: S101  # steps that halt have marks
-        run._go_back(step.before)
+    def explain(self, run: CheckpointedRun, step: Taken) -> NonFiniteError:
+        """Search a step that stopped the run, which is back where it was; return an error with what was found."""
         self.restart()
-        found = Finding(step.number, loss)
         with heartbeat.work():  # compiles
-            text = self._explain(run, step, found)
-        self._stream.emit(Noticed(step.number, NOT_FINITE, text, raised=True))
-        run._started(f"before step {step.number}")
-        raise NonFiniteError(
+            text = self._explain(run, step, Finding(step.number, float(step.metrics[LOSS])))
+        self._observers.emit(Noticed(step.number, NOT_FINITE, text, raised=True))
+        return NonFiniteError(
             f"{text}\n  the run is where it was before this step: engine.save_checkpoint(...) saves that state"
         )
 
-    def _explain(self, run: WatchedRun, step: Taken, found: Finding) -> str:
+    def _explain(self, run: CheckpointedRun, step: Taken, found: Finding) -> str:
         """Search, save what a replay needs, and put both into words; an error in either must not hide the other.
 
         All processes take part in the save, so none begins it if the search failed on one.
@@ -190,7 +162,7 @@ def _samples(loader: DataLoader | None, step: Taken, micro_batches: int) -> np.n
         return None
 
 
-def _mark(run: WatchedRun, loss_scale: LossScale) -> Mark:
+def _mark(run: CheckpointedRun, loss_scale: LossScale) -> Mark:
     loader = run.training_dataloader
     counters = {name: getattr(run, name) for name in ("global_steps", "global_samples", "micro_steps")}
     return Mark(counters, loss_scale, None if loader is None else loader.position)
