@@ -23,7 +23,7 @@ from jzero.model import fold, replace_state
 from jzero.passes.gradients import Aside, Result
 from jzero.step.setup import Setup
 from jzero.step.state import TrainState
-from jzero.tree import combine, partition
+from jzero.tree import PyTree, combine, partition
 
 Metrics = dict[str, jax.Array]
 
@@ -64,59 +64,65 @@ def update(
     """
     # The norm is that of the whole gradient: `squares` are summed over all devices.
     norm = jnp.sqrt(result.squares.sum())
-    gradients = result.gradients
-    # Exactly 1 below the limit: clipping that does nothing changes no bit.
-    if clip := setup.config.gradient_clipping:
-        factor = jnp.where(norm > clip, clip / norm, 1.0)
-        gradients = jax.tree.map(lambda g: g * factor, gradients)
+    gradients = _clipped(setup, result.gradients, norm)
 
     # Leaves on the host stay there: the optimizer's kernels read and write them over PCIe.
-    stored, others = partition(state.params, trainable(setup.layouts))
-    old, old_opt_state = stored, state.opt_state
-    on_host = any(any(layout.on_host) for layout in jax.tree.leaves(setup.layouts))
-    if on_host:
-        old, old_opt_state = offload.on_device((stored, state.opt_state))
+    old, old_opt_state = partition(state.params, trainable(setup.layouts))[0], state.opt_state
+    if _is_on_host(setup):
+        old, old_opt_state = offload.on_device((old, old_opt_state))
     extra = {} if rate is None else {"lr_factor": rate / setup.optimizer.schedule.constant}
     if setup.precision.at_random and not setup.optimizer.callers:
         # By the run's key and the step, so that a resumed run rounds as it would have.
         extra["rounding"] = fold(fold(state.rng, state.step), ROUNDING)
     updates, opt_state = setup.optimizer.tx.update(gradients, old_opt_state, old, value=result.means[LOSS], **extra)
 
-    # A select keeps the old values, bit for bit, where a product with 0 would keep a NaN. The squares are summed over
-    # every axis that divides a parameter, so an overflow on one pipeline stage reaches all.
+    # The squares are summed over every axis that divides a parameter, so an overflow on one pipeline stage reaches all.
     finite = jnp.isfinite(result.squares) | (not setup.precision.check_overflow)
     finite_names = finite  # a stacked leaf has one flag for each of its names in checkpoints
     if getattr(setup.model, "names", None) is not None:
         finite_names = finite[jnp.array([index for _, index in setup.gradient_names])]
     applied, frozen = _applies(setup, state, result, finite, norm, skip)
-    # What is aside is selected too: a forward pass that overflowed leaves NaN in BatchNorm's statistics.
-    params, opt_state, aside = jax.tree.map(
-        partial(jnp.where, applied),
-        (optax.apply_updates(old, updates), opt_state, result.aside),
-        (old, old_opt_state, aside_of(setup, state)),
-    )
-    if on_host:
-        params, opt_state = offload.as_stored((params, opt_state), (stored, state.opt_state))
+    after = optax.apply_updates(old, updates), opt_state, result.aside
+    new = _selected(setup, state, applied, after, (old, old_opt_state, aside_of(setup, state)))
 
     metrics = result.means | {
         "grad_norm": norm,
         "lr": learning_rate(setup, state) if rate is None else rate,
         "loss_scale": state.loss_scale.scale,
     }
-
     # A step whose gradients overflowed lowers the scale; the schedule counts the applied steps alone.
     loss_scale = setup.precision.scaler.update(state.loss_scale, finite_names)
     if skip.frozen is not None or skip.above is not None:
         # The scaler counted the steps that are not finite; the schedule must not count the other skipped ones either.
         also = finite.all() & ~applied
         loss_scale = dataclasses.replace(loss_scale, skipped=loss_scale.skipped + also)
-
     # A skipped step has a number too, so that the next one draws other dropout.
-    state = dataclasses.replace(
-        state, step=state.step + 1, params=combine(params, others), opt_state=opt_state, loss_scale=loss_scale
-    )
-    metrics["skipped"] = ~applied
-    return with_aside(state, aside), metrics, frozen
+    new = dataclasses.replace(new, step=state.step + 1, loss_scale=loss_scale)
+    return new, metrics | {"skipped": ~applied}, frozen
+
+
+def _clipped(setup: Setup, gradients: PyTree, norm: jax.Array) -> PyTree:
+    """Scale gradients down to the config's largest norm."""
+    if not (clip := setup.config.gradient_clipping):
+        return gradients
+    # Exactly 1 below the limit: clipping that does nothing changes no bit.
+    factor = jnp.where(norm > clip, clip / norm, 1.0)
+    return jax.tree.map(lambda g: g * factor, gradients)
+
+
+def _selected(setup: Setup, state: TrainState, applied: jax.Array, new: PyTree, old: PyTree) -> TrainState:
+    """Replace trained parameters, optimizer state and `Aside` by `new` ones where a step is applied, else by `old`."""
+    # A select keeps the old values, bit for bit, where a product with 0 would keep a NaN. What is aside is selected
+    # too: a forward pass that overflowed leaves NaN in BatchNorm's statistics.
+    params, opt_state, aside = jax.tree.map(partial(jnp.where, applied), new, old)
+    stored, others = partition(state.params, trainable(setup.layouts))
+    if _is_on_host(setup):
+        params, opt_state = offload.as_stored((params, opt_state), (stored, state.opt_state))
+    return with_aside(dataclasses.replace(state, params=combine(params, others), opt_state=opt_state), aside)
+
+
+def _is_on_host(setup: Setup) -> bool:
+    return any(any(layout.on_host) for layout in jax.tree.leaves(setup.layouts))
 
 
 def _applies(
