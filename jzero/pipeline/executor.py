@@ -115,20 +115,24 @@ class Execution:
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
         self.layouts = self.cut.view.layouts
         self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(self.layouts[STACK]))
-        part, key = self.micro_batch(0)
-        pair = self.diff, replace_state(self.nondiff, self.state)
-        prefix, self.layers, self.suffix = stages.cut.functions(pair, part)
+        functions = stages.cut.functions((self.diff, replace_state(self.nondiff, self.state)), self.micro_batch(0)[0])
+        prefix, self.layers, self.suffix = functions
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
-        ends = partial(self.ends, self.diff[ENDS], self.state[ENDS])
+        self.trace_shapes()
+
+    def trace_shapes(self) -> None:
+        """Trace the functions for the first micro-batch: `x` and `sums` are shapes, and `chunk` is traced layers."""
+        part, key = self.micro_batch(0)
+        ends = partial(self.fetch_ends, self.diff[ENDS], self.state[ENDS])
         self.x = jax.eval_shape(lambda: self.prefix(ends(), part, key)[0])
         pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0, 0)
         state = jax.eval_shape(lambda: self.of_piece(self.state[STACK], 0))
         buffers.check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
-        self.sums = jax.eval_shape(lambda x: stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
-        if cotangents is not None:
+        self.sums = jax.eval_shape(lambda x: self.stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
+        if self.cotangents is not None:
             first, last = (lambda ends: self.prefix(ends, part, key)), lambda ends, x: self.suffix(ends, x, part, key)
             self.keeps_former = buffers.needs_former(first, last, jax.eval_shape(ends), self.x, self.layouts[ENDS])
-            self.chunk = Chunk(self.layers, (pair, state, self.x, context), split=program.rest > 0)
+            self.chunk = Chunk(self.layers, (pair, state, self.x, context), split=self.program.rest > 0)
 
     def result(self) -> tuple[PyTree, Sums, PyTree]:
         """Run the program.
@@ -197,14 +201,14 @@ class Execution:
         new, y, dy, ends_gradients = carry, None, None, []
         if work & set("ESG"):
             # E, S and G share one fetch of the ends, and one transpose reduces the sum of their gradients.
-            ends, reduce = jax.vjp(lambda diff: self.ends(diff, carry.ends_state), self.diff[ENDS])
+            ends, reduce = jax.vjp(lambda diff: self.fetch_ends(diff, carry.ends_state), self.diff[ENDS])
 
         if "E" in work:
             if carry.former is not None:
                 new = new._replace(former=write_slot(carry.former, at["E.micro"], carry.ends_state))
             entering, state = self.prefix(ends, *self.micro_batch(at["E.micro"]))
             ends = replace_state(ends, state)
-            new = new._replace(entering=entering, ends_state=self.kept(ENDS, new.ends_state, state))
+            new = new._replace(entering=entering, ends_state=self.kept_state(ENDS, new.ends_state, state))
 
         if "F" in work:
             new, y = self.forward(new, at, carry.entering)
@@ -225,7 +229,7 @@ class Execution:
         if "G" in work:
             part, key = self.micro_batch(at["G.micro"])
             if carry.former is not None:
-                former = self.ends(self.diff[ENDS], read_slot(carry.former, at["G.micro"]))
+                former = self.fetch_ends(self.diff[ENDS], read_slot(carry.former, at["G.micro"]))
                 ends = replace_state(ends, partition(former, is_state(self.layouts[ENDS]))[0])
             _, pullback = jax.vjp(lambda ends: split_floats(self.prefix(ends, part, key)[0])[0], ends)
             ends_gradients += pullback(from_stage(self.is_first, carry.leaving))
@@ -249,10 +253,10 @@ class Execution:
             if self.cotangents is None:
                 return self.layers(piece.weights, state, x, piece.context)[0], stack, stash
             (y, new_state), kept = self.chunk.forward(piece.weights, state, x, piece.context)
-            stack = self.kept(STACK, stack, new_state, at["F.active"], piece.place)
+            stack = self.kept_state(STACK, stack, new_state, at["F.active"], piece.place)
             return y, stack, write_slot(stash, self.index(at["F.slot"], piece.number), kept)
 
-        y, stack, stash = self.through("F", piece, at, x, carry.stack_state, carry.stash)
+        y, stack, stash = self.run_pieces("F", piece, at, x, carry.stack_state, carry.stash)
         outputs = None if carry.outputs is None else write_slot(carry.outputs, at["F.slot"], y)
         return carry._replace(stack_state=stack, stash=stash, outputs=outputs, inbox=self.send(y, +1)), y
 
@@ -274,7 +278,7 @@ class Execution:
 
         _, pullback, (seen, state) = jax.vjp(loss, ends, floats, has_aux=True)
         seen = jax.tree.map(lambda all, x: all.at[at["S.micro"]].set(x), carry.seen, seen)
-        carry = carry._replace(seen=seen, ends_state=self.kept(ENDS, carry.ends_state, state))
+        carry = carry._replace(seen=seen, ends_state=self.kept_state(ENDS, carry.ends_state, state))
         if self.cotangents is None:
             return carry, [], None
         gradient, dy = pullback(jnp.float32(1))
@@ -297,9 +301,9 @@ class Execution:
                 dx, operands = self.chunk.input_backward(piece.weights, piece.context, kept, dy)
                 return dx, summed, write_slot(rest, self.index(at["B.rest"], piece.number), operands)
             gradient, dx = self.chunk.backward(piece.weights, piece.context, kept, dy)
-            return dx, self.added(summed, gradient, piece.place, may_idle and at["B.active"]), rest
+            return dx, self.add_gradient(summed, gradient, piece.place, may_idle and at["B.active"]), rest
 
-        dx, summed, rest = self.through("B", piece, at, dy, carry.stack_gradients, carry.rest)
+        dx, summed, rest = self.run_pieces("B", piece, at, dy, carry.stack_gradients, carry.rest)
         return carry._replace(stack_gradients=summed, rest=rest, leaving=dx, returned=self.send(dx, -1))
 
     def weight_backward(self, carry: Carry, at: Columns, *, may_idle: bool) -> Carry:
@@ -309,9 +313,9 @@ class Execution:
             stashed = read_slot(carry.stash, self.index(at["W.slot"], piece.number))
             rest = read_slot(carry.rest, self.index(at["W.rest"], piece.number))
             gradient = self.chunk.weight_backward(piece.weights, piece.context, stashed, rest)
-            return (self.added(summed, gradient, piece.place, may_idle and at["W.active"]),)
+            return (self.add_gradient(summed, gradient, piece.place, may_idle and at["W.active"]),)
 
-        (summed,) = self.through("W", piece, at, carry.stack_gradients)
+        (summed,) = self.run_pieces("W", piece, at, carry.stack_gradients)
         return carry._replace(stack_gradients=summed)
 
     # ------------------------------------------------------------------ parts of it
@@ -321,7 +325,7 @@ class Execution:
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.batch.arrays)
         return Inputs(part, self.extra), self.batch.key_of(index)
 
-    def through(self, operation: str, f: Callable, at: Columns, *carry: PyTree) -> tuple[PyTree, ...]:
+    def run_pieces(self, operation: str, f: Callable, at: Columns, *carry: PyTree) -> tuple[PyTree, ...]:
         """Run `carry = f(piece, *carry)` for every piece of a chunk, for B from the last one on."""
 
         def run(carry: tuple[PyTree, ...], p: Index) -> tuple[tuple[PyTree, ...], None]:
@@ -343,7 +347,7 @@ class Execution:
         number = chunk * self.stages.n_stages + self.stage
         return self.batch.key_of(micro), self.index(number, piece)
 
-    def ends(self, diff: PyTree, state: PyTree) -> PyTree:
+    def fetch_ends(self, diff: PyTree, state: PyTree) -> PyTree:
         """Fetch the weights of prefix and suffix."""
         return fetch_params(self.layouts[ENDS], (diff, replace_state(self.nondiff[ENDS], state)), self.stages.precision)
 
@@ -357,7 +361,7 @@ class Execution:
         """Index trees of the stack by the piece, if there are several."""
         return read_slot(stack, index) if self.cut.view.layer_axis else stack
 
-    def kept(
+    def kept_state(
         self, part: str, old: PyTree, new: PyTree, active: jax.Array | bool = True, index: Index | None = None
     ) -> PyTree:
         """Replace state of the ends, or of a piece of the stack, unless this stage is idle or nothing is trained."""
@@ -375,7 +379,9 @@ class Execution:
 
         return jax.tree.map(keep, self.layouts[part], old, new)
 
-    def added(self, summed: PyTree, gradient: PyTree, index: Index, active: jax.Array | Literal[False]) -> PyTree:
+    def add_gradient(
+        self, summed: PyTree, gradient: PyTree, index: Index, active: jax.Array | Literal[False]
+    ) -> PyTree:
         """Add a piece's gradient to the sums, unless this stage is idle; `active` is False if no stage is."""
 
         def add(s: jax.Array, g: jax.Array) -> jax.Array:
