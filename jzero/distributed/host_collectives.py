@@ -198,11 +198,12 @@ class Guard:
             values = {"config": settings, "parameters": parameters, "jax": jax.__version__, "mesh": dict(mesh.shape)}
             check_same("train step", values)
 
-    def check(self, call: str, batch: object) -> None:
-        """Compare the shapes of `batch` once for each program."""
+    def check(self, call: str, batch: object, extra: object) -> None:
+        """Compare the shapes of a batch and what goes with it, once for each program."""
         if not self.shared:
             return
-        shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named(batch).items()}
+        parts = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch  # the caller's names of leaves
+        shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in named((parts, extra)).items()}
         program = call, tuple(shapes.items())
         if program not in self.agreed:
             check_same("train step", {"call": call, "batch": shapes})

@@ -74,7 +74,8 @@ class CheckpointedRun(DeepSpeedApi):
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._accumulation.check_empty("save_checkpoint")
-        self._stop_for(self._checks.settle(self))
+        if stopped := self._checks.settle(self):
+            self._stop_for(stopped)
         state = self.live_state
         step, former, earlier = self.step_fn, self.client_state, checkpoint.last_save()
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
@@ -217,10 +218,8 @@ class CheckpointedRun(DeepSpeedApi):
             )
         )  # fmt: skip
 
-    def _stop_for(self, step: Taken | None) -> None:
-        """Go back to where the run was before a step that is not finite, if there is one, and raise what is found."""
-        if step is None:
-            return
+    def _stop_for(self, step: Taken) -> NoReturn:
+        """Go back to where the run was before a step that is not finite, and raise what is found."""
         assert step.before is not None  # noqa: S101  # steps that halt have marks
         self._go_back(step.before)
         error = self._checks.explain(self, step)

@@ -242,8 +242,10 @@ class Engine(CheckpointedRun):
             self.global_samples += samples
             self.micro_steps += counted
             last_words.record_step(self.global_steps)
-            with timer.part(DEVICE):  # waits for the step before
-                self._stop_for(self._checks.finish(self, self._metrics, details))
+            stopped = self._checks.finish(self, self._metrics, details)  # waits for the step before
+            timer.clock.lap(DEVICE)
+            if stopped:
+                self._stop_for(stopped)
         except jax.errors.JaxRuntimeError as error:
             explain_out_of_memory(step, error)
             raise
@@ -254,8 +256,8 @@ class Engine(CheckpointedRun):
             self._metrics, details.loss_scale.skipped, position(self.training_dataloader), length, last, began,
             timer.clock.lap(HOST),
         )  # fmt: skip
-        with timer.part(HOST):
-            self._observers.emit(given)
+        self._observers.emit(given)
+        timer.clock.lap(HOST)
         for i, one in enumerate(held):
             one.loss.replace(lambda losses=details.micro_losses, i=i: losses[i])  # type: ignore[misc]
         self._tell()

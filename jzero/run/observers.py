@@ -101,7 +101,8 @@ class Timer:
 
     def _given(self, results: Any, part: str, wait: bool = False) -> None:
         """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
-        self.end_work()  # an exception kept its event away
+        if self._work is not None:  # an exception kept its event away
+            self._work.end = time.perf_counter()
         self._work = self.waiter.begin(part)
         if self._lines.timed or wait:
             jax.block_until_ready(results)
@@ -112,11 +113,6 @@ class Timer:
         """Return the work that the next event ends."""
         work, self._work = self._work, None
         return work
-
-    def end_work(self) -> None:
-        """Note that no event ends the last work."""
-        if work := self.take_work():
-            work.end = time.perf_counter()
 
 
 class Observers:
@@ -163,14 +159,16 @@ class Observers:
         work: DeviceWork | None = None
         match event:
             case StepGiven():
-                self._show_first(event)
+                if not self._has_stepped:
+                    self._show_first(event)
                 self._last_part = CHECKPOINT if event.last else SCRIPT
                 results, work = (event.metrics, event.skipped), self.timer.take_work()
             case EvaluationGiven():
                 results, work = event.metrics, self.timer.take_work()
             case StateStarted():
                 self.waiter.settle()  # lines of the former state measure from its mark
-                self.timer.end_work()  # of a step whose checks stopped the run
+                if ended := self.timer.take_work():  # of a step whose checks stopped the run
+                    ended.end = time.perf_counter()
             case SaveBegan():
                 self._note_saved()  # the one before, which this one has waited for
                 self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
@@ -236,7 +234,7 @@ class Observers:
 
     def _show_first(self, event: StepGiven) -> None:
         """Print what only the first step shows, before its own line."""
-        if self._has_stepped or (step := self._step()) is None:
+        if (step := self._step()) is None:
             return
         self._has_stepped, curriculum, self._curriculum = True, self._curriculum, None
         if self._config.memory_breakdown and step.traced:

@@ -48,7 +48,7 @@ class Call:
         Raises:
           ConfigError: the processes' batches differ.
         """
-        self.compare(batch, extra, of)
+        self.guard.check(self.name + of, batch, extra)
         leaves = jax.tree.leaves((batch, extra))
         shapes = of, jax.tree.structure(rest), *[(type(x), x.shape, x.dtype) for x in leaves]
         known = shapes in self._shapes
@@ -58,8 +58,3 @@ class Call:
             finished_when(self._last(results))
         self._shapes.add(shapes)
         return results
-
-    def compare(self, batch: PyTree, extra: PyTree, of: str = "") -> None:
-        """Raise a ConfigError if the processes' batches differ; each program is compared once."""
-        parts = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch  # the caller's names of leaves
-        self.guard.check(self.name + of, (parts, extra))

@@ -253,7 +253,7 @@ class TrainStep:
         # None for 1: the program of an ordinary step has no such product.
         fed = StepInput(batch, place_extra(extra, self.mesh), None if factor == 1 else np.float32(factor))
         if not self._amounts:
-            self._step.compare(fed.batch, fed.extra)
+            self._guard.check(self._step.name, fed.batch, fed.extra)
             check_first_batch(self.model, batch)
         if not self._amounts or self._is_profiled:
             self.first = FirstCall(self._step.program, self._states, fed, self._rate, skip)
