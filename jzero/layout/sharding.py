@@ -81,7 +81,7 @@ class ParamLayout:
         return tuple(axis for axis in ZERO_AXES if axis in self.axes and axis not in dict(self.divided))
 
     @property
-    def held(self) -> tuple[tuple[str, ...], ...]:
+    def axes_by_dim(self) -> tuple[tuple[str, ...], ...]:
         """For each dimension (of one layer's slice) the axes that divide it while it is used."""
         dims = range(len(self.shape) - self.stacked)
         return tuple(tuple(axis for axis, dim in self.divided if dim == d) for d in dims)

@@ -178,7 +178,7 @@ def _cost(part: _Part, plan: Sequence[Choice], degree: int) -> float:
         tuple((TENSOR,) if d == at else () for d in range(len(x.shape)))
         for x, at in zip(part.leaves, plan, strict=True)
     ]
-    dims += [group.resting(x.shape) if rests else undivided(len(x.shape)) for x, rests in part.rest]
+    dims += [group.activation_dims(x.shape) if rests else undivided(len(x.shape)) for x, rests in part.rest]
 
     def run(*xs: jax.Array) -> tuple[()]:
         values = [

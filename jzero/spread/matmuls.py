@@ -37,7 +37,7 @@ def dot_general(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) ->
         if i in lc and a.weight != b.weight and not (da[i] if a.weight else db[j]):
             # A whole weight stays whole: to move the activation costs less than to sum the product.
             v, free = (b, free_b) if a.weight else (a, free_a)
-            axes = _open(axes, {axis for d in free for axis in group.resting(v.shape)[d]})
+            axes = _open(axes, {axis for d in free for axis in group.activation_dims(v.shape)[d]})
         da[i] = db[j] = _open(axes, taken)
         taken |= set(da[i])
     for d, free in ((db, free_b), (da, free_a)) if b.weight or not a.weight else ((da, free_a), (db, free_b)):
@@ -86,7 +86,7 @@ def _rest(group: ModelGroup, v: ShardedArray, dims: list[Axes], free: list[int],
     """Move axes of an activation that would be gathered to where activations rest: heads to the sequence."""
     for axis in sorted(v.axes - taken, key=list(group.degrees).index):
         for i in free:
-            if axis in group.resting(v.shape)[i] and group.fits(v.shape[i], (*dims[i], axis)):
+            if axis in group.activation_dims(v.shape)[i] and group.fits(v.shape[i], (*dims[i], axis)):
                 dims[i] = (*dims[i], axis)
                 taken.add(axis)
                 break

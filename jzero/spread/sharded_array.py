@@ -124,7 +124,7 @@ class ModelGroup:
         """Return the shape of what one device holds."""
         return tuple(n // self.degree(axes) for n, axes in zip(shape, dims, strict=True))
 
-    def resting(self, shape: Sequence[int]) -> Dims:
+    def activation_dims(self, shape: Sequence[int]) -> Dims:
         """Return how an activation of this shape lies between layers; vectors of features [rows, width] lie whole."""
         dims = []
         for d, size in enumerate(shape):
@@ -138,15 +138,15 @@ class ModelGroup:
 
     def in_activation_layout(self, v: ShardedArray) -> ShardedArray:
         """Return v as activations lie between layers."""
-        return self.place(v, self.resting(v.shape))
+        return self.place(v, self.activation_dims(v.shape))
 
     def summed(self, v: ShardedArray, like: Dims = ()) -> ShardedArray:
-        """Return v with nothing left to sum, scattered where `like` or the resting form has the axis."""
+        """Return v with nothing left to sum, scattered where `like` or the activation layout has the axis."""
         if not v.partial:
             return v
         dims = list(v.dims)
         for axis in v.partial:
-            for hint in (like if len(like) == len(dims) else (), self.resting(v.shape)):
+            for hint in (like if len(like) == len(dims) else (), self.activation_dims(v.shape)):
                 d = next((d for d, axes in enumerate(hint) if axis in axes), None)
                 if d is not None and self.fits(v.shape[d], (*dims[d], axis)):
                     dims[d] = (*dims[d], axis)

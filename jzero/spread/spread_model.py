@@ -47,10 +47,10 @@ class SpreadModel:
         return getattr(self.model, name)
 
     def prefix(self, ends: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return self._passed_on(self._run("prefix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
+        return self._between_layers(self._run("prefix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
 
     def block(self, layer: PyTree, *args: PyTree) -> PyTree:
-        return self._passed_on(self._run("block", self._weights(STACK, layer), *args))
+        return self._between_layers(self._run("block", self._weights(STACK, layer), *args))
 
     def suffix(self, ends: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self._results(self._run("suffix", self._weights(ENDS, ends), *self._tokens(args), **kwargs))
@@ -85,8 +85,8 @@ class SpreadModel:
         layouts = self._layouts if part is None else self._layouts[part]
 
         def value(layout: Any, x: PyTree) -> ShardedArray:
-            shape = tuple(n * self.group.degree(axes) for n, axes in zip(x.shape, layout.held, strict=True))
-            return ShardedArray(x, shape, layout.held, weight=True)
+            shape = tuple(n * self.group.degree(axes) for n, axes in zip(x.shape, layout.axes_by_dim, strict=True))
+            return ShardedArray(x, shape, layout.axes_by_dim, weight=True)
 
         return jax.tree.map(value, layouts, weights)
 
@@ -108,14 +108,14 @@ class SpreadModel:
 
         return _map(part, args)
 
-    def _passed_on(self, result: PyTree) -> PyTree:
+    def _between_layers(self, result: PyTree) -> PyTree:
         """Return what goes to the next layer as it lies between layers, and a model's new state whole."""
         if getattr(self.model, "state", ()):
             x, new = result
-            return self._rested(x), self._results(new)
-        return self._rested(result)
+            return self._in_activation_layout(x), self._results(new)
+        return self._in_activation_layout(result)
 
-    def _rested(self, x: PyTree) -> PyTree:
+    def _in_activation_layout(self, x: PyTree) -> PyTree:
         return _map(lambda v: self.group.in_activation_layout(v).activation, x)
 
     def _cached(self, before: PyTree, new: PyTree) -> PyTree:

@@ -24,7 +24,7 @@ def make_step(name, specs, defaults=True, **section):
 
 
 def divided_by_tensor(step):
-    specs = {name: layout.held for name, layout in named(step.layouts).items()}
+    specs = {name: layout.axes_by_dim for name, layout in named(step.layouts).items()}
     return {
         name: next(d for d, axes in enumerate(dims) if "tensor" in axes)
         for name, dims in specs.items()

@@ -65,7 +65,7 @@ def test_one_device_computes_the_same_and_the_report_names_the_price(name):
 
 
 def test_what_is_left_of_a_table_is_divided():
-    held = {leaf.name: leaf.held for leaf in jax.tree.leaves(make_step("gpt2-odd", tensor=2).layouts)}
+    held = {leaf.name: leaf.axes_by_dim for leaf in jax.tree.leaves(make_step("gpt2-odd", tensor=2).layouts)}
     assert held["ends/embed"] == ((), ())
     assert held["stack/mlp/up/kernel"] == ((), ("tensor",))
 
