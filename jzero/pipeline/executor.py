@@ -115,8 +115,8 @@ class Execution:
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
         self.layouts = self.cut.view.layouts
         self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(self.layouts[STACK]))
-        functions = stages.cut.functions((self.diff, replace_state(self.nondiff, self.state)), self.micro_batch(0)[0])
-        prefix, self.layers, self.suffix = functions
+        pair, part = (self.diff, replace_state(self.nondiff, self.state)), self.micro_batch(0)[0]
+        prefix, self.layers, self.suffix = stages.cut.functions(pair, part)
         self.prefix = lambda *args: jax.tree.map(jnp.asarray, prefix(*args))
         self.trace_shapes()
 

@@ -220,8 +220,7 @@ class CheckpointedRun(DeepSpeedApi):
 
     def _stop_for(self, step: Taken) -> NoReturn:
         """Go back to where the run was before a step that is not finite, and raise what is found."""
-        assert step.before is not None  # noqa: S101  # steps that halt have marks
-        self._go_back(step.before)
+        self._go_back(step.before)  # type: ignore[arg-type]  # steps that halt have marks
         error = self._checks.explain(self, step)
         self._started(f"before step {step.number}")
         raise error

@@ -62,8 +62,7 @@ class Timer:
 
     def __init__(self, config: Config, lines: Lines, profiles: Profiles):
         self._lines, self._profiles, self._by_line = lines, profiles, config.memory_breakdown
-        # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the time in which the
-        # devices wait.
+        # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the devices' waits.
         self.waiter = ResultWaiter(lines.prints or lines.timed or config.straggler_check.every is not None)
         self.clock = Clock(self.waiter.worked)
         self._work: DeviceWork | None = None  # of what the devices were given, until its event
@@ -140,8 +139,7 @@ class Observers:
         self.clock, self.waiter = self.timer.clock, self.timer.waiter
         self.ledger = Recorder(step, resume, began, self.waiter.settle)
         self._all: tuple[Observer, ...] = (self.completed, self.ledger, self.curves, self.lines)
-        progress = config.progress
-        self._shows = self.lines.prints and (progress.summary or progress.panel is not False)
+        self._shows = self.lines.prints and (config.progress.summary or config.progress.panel is not False)
         self.panel = make_panel(step, self.waiter.busy, self.completed, self.clock) if self._shows else None
         self.wanted: set[type] = set()
         self.happened = deque[Event]()
@@ -159,8 +157,8 @@ class Observers:
         work: DeviceWork | None = None
         match event:
             case StepGiven():
-                if not self._has_stepped:
-                    self._show_first(event)
+                if not self._has_stepped and (step := self._step()):
+                    self._show_first(event, step)
                 self._last_part = CHECKPOINT if event.last else SCRIPT
                 results, work = (event.metrics, event.skipped), self.timer.take_work()
             case EvaluationGiven():
@@ -232,10 +230,8 @@ class Observers:
 
     # ------------------------------------------------------------------ what process 0 shows of a step
 
-    def _show_first(self, event: StepGiven) -> None:
+    def _show_first(self, event: StepGiven, step: TrainStep) -> None:
         """Print what only the first step shows, before its own line."""
-        if (step := self._step()) is None:
-            return
         self._has_stepped, curriculum, self._curriculum = True, self._curriculum, None
         if self._config.memory_breakdown and step.traced:
             self.lines.say(step_memory.by_module(step))

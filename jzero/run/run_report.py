@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -23,14 +23,19 @@ from jzero.planner.traced_collectives import COLUMNS, across_hosts, moves, whole
 from jzero.planner.traced_matmuls import matmuls
 from jzero.run.report_settings import effective_settings, fallbacks
 from jzero.run.report_text import align_columns, bullets, spec_table, value_text, wrap
+from jzero.step.train_step import TrainStep
 from jzero.stored_names import numberless
 from jzero.values.kinds import as_json
 from jzero.weights.adapters import trained_beside
 
+if TYPE_CHECKING:
+    from jzero.run.engine import Engine
+
 
 def report(
-    step: Any, data_notes: Sequence[str] = (), *, html: str | os.PathLike | None = None, step_s: float | None = None
-) -> str:
+    step: TrainStep | Engine, data_notes: Sequence[str] = (), *, html: str | os.PathLike | None = None,
+    step_s: float | None = None,
+) -> str:  # fmt: skip
     """Report on a `TrainStep`: mesh, batch, ignored keys, layout, bytes, defaults in effect, replaced keys, fallbacks.
 
     After its first step, which shows what a batch looks like, also what the devices of a group (`tensor`) move, and
@@ -46,9 +51,9 @@ def report(
     Raises:
       ConfigError: `html` before the first step, on other devices, or without matplotlib.
     """
-    if engine_s := getattr(step, "seconds_per_step", None):
-        step_s = engine_s() if step_s is None else step_s
-    step = getattr(step, "step_fn", step)
+    if not isinstance(step, TrainStep):
+        step_s = step.seconds_per_step() if step_s is None else step_s
+        step = step.step_fn
     if html is not None:
         observed(step, step_s).html(html)
     sections = (
@@ -69,7 +74,7 @@ def report(
 # ---------------------------------------------------------------- sections
 
 
-def _head(step: Any) -> list[str]:
+def _head(step: TrainStep) -> list[str]:
     devices, b, precision, facts = step.mesh.devices, step.batch_sizes, step.precision, step.setup.passes.facts
     kind = getattr(devices.flat[0], "device_kind", devices.flat[0].platform)
     degrees = " x ".join(
@@ -92,7 +97,7 @@ def _head(step: Any) -> list[str]:
     return [part for name, text in rows.items() for part in wrap(text, f"  {name:<9}  ", " " * 13)]
 
 
-def _moments(step: Any) -> str:
+def _moments(step: TrainStep) -> str:
     dtype, leaves = step.precision.optimizer_state, jax.tree.leaves(step.state_shapes.opt_state)
     if step.setup.optimizer.callers or dtype.itemsize == 4:
         return ""
@@ -105,7 +110,7 @@ def _moments(step: Any) -> str:
     return f", moments {dtype}{at_random} ({low:,} of the optimizer's {of_all:,} elements)"
 
 
-def _zero(step: Any) -> str:
+def _zero(step: TrainStep) -> str:
     stage, rule, by_layer = step.config.zero_optimization.stage, step.setup.rule, step.setup.passes.facts.by_layer
     if stage and all(leaf.dim is None for leaf in jax.tree.leaves(step.layouts)):
         if group_size(step.mesh) > 1 and not present(step.mesh, *ZERO_AXES):
@@ -128,14 +133,14 @@ def _plus(plus: ZeroPlusPlus) -> Iterator[str]:
         yield f"their gradients reduced as 4-bit integers, within nodes of {plus.node} and then across (qgZ)"
 
 
-def _warnings(step: Any) -> list[str]:
+def _warnings(step: TrainStep) -> list[str]:
     """List the precision that the config leaves open, what is odd about adapters, keys that do nothing."""
     precision = [step.precision.why] if step.precision.why else []
     ignored = (f"ignored: {line}" for line in _by_reason(step.config.ignored))
     return [*precision, *_beside_adapters(step), *ignored]
 
 
-def _beside_adapters(step: Any) -> Iterator[str]:
+def _beside_adapters(step: TrainStep) -> Iterator[str]:
     if others := trained_beside(weights_layout(step.model), step.layouts):
         yield (
             f"{some_of(others, 4)} {'is' if len(others) == 1 else 'are'} trained besides the adapters, which can then "
@@ -153,7 +158,7 @@ def _by_reason(settings: Iterable[tuple[str, Any, str]]) -> list[str]:
     return [f"{', '.join(together)}: {why}" for why, together in found.items()]
 
 
-def _groups(step: Any) -> list[str]:
+def _groups(step: TrainStep) -> list[str]:
     """List the parameter groups, and the parameters without weight decay; nothing if all parameters are alike."""
     groups, sizes = step.setup.optimizer.groups, {leaf.name: prod(leaf.shape) for leaf in jax.tree.leaves(step.layouts)}
 
@@ -168,11 +173,11 @@ def _groups(step: Any) -> list[str]:
         values = ", ".join(f"{key} {value_text(value)}" for key, value in group.values.items())
         lines.append(f"{title}{f' ({values})' if values else ''}: {members(list(group.leaves))}")
     if undecayed := [name for group in groups for name in group.undecayed]:
-        lines.append(f"no_weight_decay {step.config.optimizer.no_weight_decay}: {members(undecayed)}")
+        lines.append(f"no_weight_decay {step.config.optimizer.no_weight_decay}: {members(undecayed)}")  # type: ignore[union-attr]
     return lines
 
 
-def _model_state(step: Any) -> list[str]:
+def _model_state(step: TrainStep) -> list[str]:
     b, precision = state_bytes(step), step.precision
     gradient = gradient_dtype(step, step.setup.rule)
     in_step = "only inside the step"
@@ -206,12 +211,12 @@ MOST_MOVES = 12
 Sections = Iterable[tuple[str, Sequence[str]]]
 
 
-def step_report(step: Any) -> str:
+def step_report(step: TrainStep) -> str:
     """Return the sections that only a trace shows, as text; empty if there is nothing to say."""
     return _joined(_sections_of_step(step))
 
 
-def _sections_of_step(step: Any) -> Iterator[tuple[str, list[str]]]:
+def _sections_of_step(step: TrainStep) -> Iterator[tuple[str, list[str]]]:
     """Yield (title, lines) of each section; without lines before the first step."""
     yield f"Moved over {' x '.join(present(step.mesh, *GROUP_AXES))} in a step, per device", _moves(step)
     yield "fp8", bullets(_fp8(step))
@@ -223,7 +228,7 @@ def _joined(sections: Sections) -> str:
     return escaped("\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines))
 
 
-def _moves(step: Any) -> list[str]:
+def _moves(step: TrainStep) -> list[str]:
     """Tabulate what the devices of a group moved in the first step that ran, and list what ran on whole arrays."""
     if group_size(step.mesh) == 1 or step.traced is None:
         return []
@@ -235,7 +240,7 @@ def _moves(step: Any) -> list[str]:
     return lines + bullets([*whole, *undivided, *gathered, *across_hosts(found, step.mesh)])
 
 
-def _half_precision(step: Any) -> list[str]:
+def _half_precision(step: TrainStep) -> list[str]:
     """List what is not in half precision in the first step that ran, and which arrays of its batch were cast."""
     if step.precision.compute.itemsize > 2 or step.traced is None:
         return []
@@ -254,7 +259,7 @@ def _half_precision(step: Any) -> list[str]:
     return lines
 
 
-def _fp8(step: Any) -> list[str]:
+def _fp8(step: TrainStep) -> list[str]:
     """List the weights that the first step multiplied in fp8, and why the other large ones of the stack were not."""
     choice = step.setup.fp8.choice
     if choice is None:

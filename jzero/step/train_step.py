@@ -270,8 +270,8 @@ class TrainStep:
         if shapes not in self._amounts:
             self._amounts[shapes] = amount_of(fed.batch[0]).times(len(fed.batch))
         self.amount = self._amounts[shapes]
-        done = self._step(state, fed.batch, fed.extra, self._rate, skip, fed.factor)
-        return done if skip.frozen is None else (*done[:2], done[2]._replace(fed=fed))
+        state, metrics, details = self._step(state, fed.batch, fed.extra, self._rate, skip, fed.factor)
+        return state, metrics, details if skip.frozen is None else details._replace(fed=fed)
 
     @property
     def has_varied(self) -> bool:

@@ -84,7 +84,6 @@ def update(
     applied, frozen = _applies(setup, state, result, finite, norm, skip)
     after = optax.apply_updates(old, updates), opt_state, result.aside
     new = _selected(setup, state, applied, after, (old, old_opt_state, aside_of(setup, state)))
-
     metrics = result.means | {
         "grad_norm": norm,
         "lr": learning_rate(setup, state) if rate is None else rate,
