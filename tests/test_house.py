@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46707,
+    "lines": 46708,
     "files": 254,
-    "statements": 27286,
-    "Any": 1180,
+    "statements": 27287,
+    "Any": 1167,
     "rooms": 38,
     "floors": 15,
     "arrows": 236,

@@ -23,15 +23,16 @@ from jzero.mesh import CONTEXT, PIPE, TENSOR, ZERO_AXES, present
 from jzero.planner.advice import undivided_parameters, unsharded
 from jzero.run.report_text import value_text
 from jzero.step.setup import float16_on_cpu
+from jzero.step.train_step import TrainStep
 
 
-def effective_settings(step: Any) -> list[str]:
+def effective_settings(step: TrainStep) -> list[str]:
     found = [*_gradients(step), *_layout(step), *_optimizer(step), *_stack(step)]
     with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):  # the devices decide some of it
         return [*found, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
 
 
-def _gradients(step: Any) -> Iterator[str]:
+def _gradients(step: TrainStep) -> Iterator[str]:
     clip = step.config.gradient_clipping
     yield f"gradient_clipping {clip:g}: by global norm" if clip else "gradient_clipping 0: off"
     if step.config.gradient_allreduce_op == "sum":
@@ -42,7 +43,7 @@ def _gradients(step: Any) -> Iterator[str]:
         yield "a step whose gradient is not finite is skipped"
 
 
-def _layout(step: Any) -> Iterator[str]:
+def _layout(step: TrainStep) -> Iterator[str]:
     tensor = step.config.tensor_parallel
     if tensor.partition_config.layer_specs:
         yield f"tensor_parallel.partition_config, as dimensions: {value_text(tensor.dimensions)}"
@@ -55,7 +56,7 @@ def _layout(step: Any) -> Iterator[str]:
         )
 
 
-def _optimizer(step: Any) -> Iterator[str]:
+def _optimizer(step: TrainStep) -> Iterator[str]:
     config, schedule = step.config, step.setup.optimizer.schedule
     if config.fp16.enabled:
         first = f"{step.precision.scaler.initial:g}"
@@ -73,7 +74,7 @@ def _optimizer(step: Any) -> Iterator[str]:
         yield curriculum.describe()
 
 
-def _stack(step: Any) -> Iterator[str]:
+def _stack(step: TrainStep) -> Iterator[str]:
     facts = step.setup.passes.facts
     checkpointing = f"activation checkpointing {facts.remat.kind}" + ", kept in host memory" * facts.remat.offload
     if facts.layers:
@@ -88,7 +89,7 @@ def _stack(step: Any) -> Iterator[str]:
         yield f"replicated, {small[0].why}: {len(small)} leaves, {elements:,} elements"
 
 
-def _how(step: Any) -> str:
+def _how(step: TrainStep) -> str:
     facts, config = step.setup.passes.facts, step.config
     if facts.unrolled:
         return "unrolled"
@@ -98,7 +99,7 @@ def _how(step: Any) -> str:
     return f"scanned for {asked}" if asked and config.stack.unroll == "auto" and not facts.pipeline else "scanned"
 
 
-def _autos(step: Any) -> list[str]:
+def _autos(step: TrainStep) -> list[str]:
     """List the keys given as "auto" with the values that they get; the section "Replaced keys" has those without."""
     config, schedule = step.config, step.setup.optimizer.schedule
     params = {
@@ -121,7 +122,7 @@ def _autos(step: Any) -> list[str]:
     return [f'"auto", so the default: {", ".join(settings)}'] if settings else []
 
 
-def _gathers(step: Any) -> str:
+def _gathers(step: TrainStep) -> str:
     """Describe when a pipeline gathers parameters, and the memory that each way takes in the compute dtype."""
     itemsize, sizes, leaves = step.precision.compute.itemsize, step.mesh.shape, jax.tree.leaves(step.layouts)
     used = [prod(leaf.shape) * itemsize // prod(sizes[a] for a in leaf.axes & {PIPE, TENSOR}) for leaf in leaves]
@@ -155,7 +156,7 @@ def _fell_back(leaf: ParamLayout) -> bool:
 
 
 # What the config asks for and this step has no use for: (whether a step has such a key, its line).
-_UNUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
+_UNUSED: tuple[tuple[Callable[[TrainStep], object], str], ...] = (
     (
         lambda step: float16_on_cpu(step.precision, step.mesh),
         "fp16 on CPU devices: matmuls that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "
@@ -188,12 +189,12 @@ _UNUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 )
 
 
-def _is_checkpointed(step: Any) -> bool:
+def _is_checkpointed(step: TrainStep) -> bool:
     section = step.config.activation_checkpointing
     return section is not None and section.kind != "none"
 
 
-def fallbacks(step: Any) -> list[str]:
+def fallbacks(step: TrainStep) -> list[str]:
     facts, layouts, names = step.setup.passes.facts, jax.tree.leaves(step.layouts), dict[str, list[str]]()
     for leaf in filter(_fell_back, layouts):
         names.setdefault(leaf.why, []).append(leaf.name)
@@ -218,7 +219,7 @@ def _stays_exact(leaf: ParamLayout, plus: ZeroPlusPlus) -> bool:
     return matrix and (leaf.rule.plus.weights, leaf.rule.plus.gradients) != (plus.weights, plus.gradients)
 
 
-def _not_offloaded(step: Any) -> list[str]:
+def _not_offloaded(step: TrainStep) -> list[str]:
     """Say why nothing is on the host where the config asks for offload."""
     zero, layouts, lines = step.config.zero_optimization, jax.tree.leaves(step.layouts), []
     if zero.offload_param.device == "cpu" and zero.stage < 3:
