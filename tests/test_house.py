@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46708,
+    "lines": 46717,
     "files": 254,
     "statements": 27287,
     "Any": 1167,

@@ -19,6 +19,8 @@ from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST,
 from jzero.run.panel import Panel
 from jzero.run.speed import CompletedSteps, Speed, Totals
 
+# ------------------------------------------------------------------ what a run waited for most: a table of rules
+
 IDLE = 0.1  # of the time of the steps: a wait of the devices that is worth a change
 COMMUNICATION = 0.25  # of a step on the device: collectives that no computation hides
 LEAST = 60.0  # seconds of steps: shorter runs tell little
