@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46717,
-    "files": 254,
-    "statements": 27287,
-    "Any": 1167,
+    "lines": 46701,
+    "files": 253,
+    "statements": 27272,
+    "Any": 1166,
     "rooms": 38,
     "floors": 15,
     "arrows": 236,
@@ -32,7 +32,7 @@ LIMITS = {
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,
-    "lines of layout, passes and step": 4119,
+    "lines of layout, passes and step": 4103,
     "docstrings that begin with What, How, Where or Whether": 0,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 99, "files in its trace": 21}
