@@ -81,7 +81,7 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     """Keep the summary of the last engine of the tests from coming after pytest's last line."""
-    from jzero.run.summary import print_last
+    from jzero.run.observers import print_last
 
     atexit.unregister(print_last)
 

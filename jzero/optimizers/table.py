@@ -248,7 +248,7 @@ REFUSED = {
     "schedule_free_sgd": "evaluation needs other parameters than training",
     "muadam": 'write type "Adam" with the groups of jzero.mup_groups',
     "muadamw": 'write type "AdamW" with the groups of jzero.mup_groups',
-    "musgd": 'of "Muon" there is no μP rule',
+    "musgd": "no μP for SGD",
 }
 
 

@@ -179,6 +179,8 @@ def device_line(step: int, times: DeviceTimes) -> str:
     return f"step {step}, profiled: device {sum(times.parts.values()):.1f} ms = {listed}{behind}"
 
 
+# ------------------------------------------------------------------ the table of collectives, with their bandwidth
+
 # NCCL's names in the names of its kernels. SendRecv is a permute or a part of an all-to-all: the operation tells.
 _NCCL = {"AllGather": "all-gather", "ReduceScatter": "reduce-scatter", "AllReduce": "all-reduce"}
 

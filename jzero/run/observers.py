@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -32,7 +35,7 @@ from jzero.events import (
 )
 from jzero.ledger.recorder import Recorder
 from jzero.profiling.profiles import Profiles
-from jzero.run import step_memory, summary
+from jzero.run import step_memory
 from jzero.run.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, Clock, per_step
 from jzero.run.lines import Lines
 from jzero.run.monitors import Curves
@@ -250,8 +253,8 @@ class Observers:
         if step := self._step():
             for text in self.profiles.texts(event.step, step):
                 self.lines.say(text)
-        if self._shows and summary.last is not self:
-            summary.print_at_end(self)
+        if self._shows and last is not self:
+            print_at_end(self)
         if self.panel:
             self.panel.step()
 
@@ -275,3 +278,32 @@ class Observers:
         for observer in (self.ledger, self.curves):
             observer.on(RunEnded(last_words.ended_by()))
         self.waiter.close()
+
+
+last: Observers | None = None  # of all runs of this process, the one that has taken the last step
+_process = 0  # which took it: a fork has the variables of its parent, but not its run
+
+
+def print_at_end(run: Observers) -> None:
+    """Have the program's end print the summary of this run, unless another one takes a step later."""
+    global last, _process
+    if last is None:
+        atexit.register(print_last)
+    last, _process = run, os.getpid()
+
+
+def print_last() -> None:
+    """Print the summary of the run that has taken the last step.
+
+    After an exception the traceback comes last, so there is no summary; Ctrl-C is a normal end of a run.
+    """
+    global last
+    run, last = last, None
+    if run is None or _process != os.getpid():
+        return
+    if isinstance(getattr(sys, "last_value", None), Exception):  # set by Python for what nothing catches
+        if run.panel:
+            run.panel.stop(keep=True)
+    elif summary := run.summary():
+        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone, or stdout is closed
+            print(summary, flush=True)

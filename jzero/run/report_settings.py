@@ -156,7 +156,7 @@ def _fell_back(leaf: ParamLayout) -> bool:
 
 
 # What the config asks for and this step has no use for: (whether a step has such a key, its line).
-_UNUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
+_UNUSED: tuple[tuple[Callable[[TrainStep], object], str], ...] = (
     (
         lambda step: float16_on_cpu(step.precision, step.mesh),
         "fp16 on CPU devices: matmuls that ask for float16 operands and a float32 sum by name (F16_F16_F32, as "

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jzero.config import Config
 from jzero.errors import escaped
@@ -18,8 +14,7 @@ from jzero.profiling.device_times import COLLECTIVES, DeviceTimes
 from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PEERS, PROFILE, SCRIPT, START, Clock
 from jzero.run.speed import CompletedSteps, Speed, Totals
 
-if TYPE_CHECKING:
-    from jzero.run.observers import Observers
+# ------------------------------------------------------------------ what a run waited for most: a table of rules
 
 IDLE = 0.1  # of the time of the steps: a wait of the devices that is worth a change
 COMMUNICATION = 0.25  # of a step on the device: collectives that no computation hides
@@ -188,32 +183,3 @@ class Summary(NamedTuple):
         if self.files:
             lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
         return escaped("\n".join(lines))
-
-
-last: Observers | None = None  # of all runs of this process, the one that has taken the last step
-_process = 0  # which took it: a fork has the variables of its parent, but not its run
-
-
-def print_at_end(run: Observers) -> None:
-    """Have the program's end print the summary of this run, unless another one takes a step later."""
-    global last, _process
-    if last is None:
-        atexit.register(print_last)
-    last, _process = run, os.getpid()
-
-
-def print_last() -> None:
-    """Print the summary of the run that has taken the last step.
-
-    After an exception the traceback comes last, so there is no summary; Ctrl-C is a normal end of a run.
-    """
-    global last
-    run, last = last, None
-    if run is None or _process != os.getpid():
-        return
-    if isinstance(getattr(sys, "last_value", None), Exception):  # set by Python for what nothing catches
-        if run.panel:
-            run.panel.stop(keep=True)
-    elif summary := run.summary():
-        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone, or stdout is closed
-            print(summary, flush=True)

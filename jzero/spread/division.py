@@ -230,6 +230,8 @@ def _not_yet(config: Config, mesh: Mesh, keys: str) -> Iterator[str]:
         )
 
 
+# ------------------------------------------------------------------ DeepSpeed's `layer_specs`
+
 _KEY = "tensor_parallel.partition_config"
 _BY_HAND = "write tensor_parallel.dimensions instead, with the dimension of the model's own shape"
 

@@ -16,7 +16,7 @@ from jzero.display import live
 from jzero.display import slow_work as slow
 from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.run import clock as clock_module
-from jzero.run import summary
+from jzero.run import observers, summary
 from jzero.run.clock import CHECKPOINT, COMPILE, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock, Compilations
 from jzero.run.lines import Lines
 from jzero.run.speed import CompletedSteps, Speed, Totals
@@ -146,13 +146,13 @@ def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
     lines = [line for line in printed(made, capsys).splitlines() if "schedule ended" in line]
     assert lines == ["jzero: the schedule ended at step 2; the learning rate stays at 0.02"]
     assert float(made.metrics["lr"]) == pytest.approx(0.02)
-    summary.print_last()
+    observers.print_last()
     first, second, third = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"jzero: 4 steps in ([\d.]+ s|\d+ min \d+ s)( = .*)?", first)
     speed = r"[\d,.]+ samples/s"
     assert re.fullmatch(rf"  {4 * TRAIN} samples; {speed}; last loss {losses[-1]:.4f}; 0 skipped", second)
     assert third == f"  curves in {tmp_path}/run; checkpoints in {tmp_path}/checkpoints"
-    summary.print_last()
+    observers.print_last()
     assert not capsys.readouterr().out  # once
     total = made._observers.clock.total
     assert {START, HOST, CHECKPOINT} <= total.keys()
@@ -166,7 +166,7 @@ def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
 )
 def test_which_runs_end_with_a_summary(case, lines, capsys, monkeypatch):
     monkeypatch.delattr(sys, "last_value", raising=False)
-    summary.print_last()  # of earlier tests
+    observers.print_last()  # of earlier tests
     made = build(more={"progress": {"summary": False, "panel": False}})[0] if case == "switched off" else engine()
     if case != "no step":
         made.train_batch(rows(0))
@@ -175,8 +175,8 @@ def test_which_runs_end_with_a_summary(case, lines, capsys, monkeypatch):
         monkeypatch.setattr(sys, "last_value", case, raising=False)
     with monkeypatch.context() as child:
         if case == "fork":
-            child.setattr(summary.os, "getpid", lambda: -1)
-        summary.print_last()
+            child.setattr(observers.os, "getpid", lambda: -1)
+        observers.print_last()
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 

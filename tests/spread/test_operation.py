@@ -69,5 +69,7 @@ def test_mistakes():
     ):
         OPERATION({"x": X}, 1.0, power=[1, 2])
     wrong = jzero.Operation(lambda x: x, lambda group, x: x.x, "wrong")
-    with pytest.raises(ConfigError, match=r"Operation\(wrong\): spread must return Values in the structure of plain"):
+    with pytest.raises(
+        ConfigError, match=r"Operation\(wrong\): spread must return ShardedArrays in the structure of plain"
+    ):
         spread(wrong, ModelGroup({"a": 2}))(ShardedArray(X, (4, 4), (("a",), ())))

@@ -265,6 +265,9 @@ def _scaled(
     )
 
 
+# ------------------------------------------------------------------ casts, in one pass over memory where a kernel can
+
+
 def identity(*xs: jax.Array) -> list[jax.Array]:
     return list(xs)
 

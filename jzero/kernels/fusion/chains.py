@@ -1,7 +1,7 @@
 """Finds products whose result goes through an elementwise function into another product, and nowhere else: SwiGLU.
 
 The function is then one kernel in the forward pass, and one in the backward pass (`fusion.parts`). In fp8
-nothing between the products is written in the compute dtype (`fp8.product`).
+nothing between the products is written in the compute dtype (`fp8.matmul`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,15 +19,12 @@ from jzero.loss import LOSS
 from jzero.loss_scale import NonFiniteError
 from jzero.run.diagnosis.non_finite_search import by_part, device_name
 from jzero.run.diagnosis.stragglers import Stragglers
-from jzero.run.diagnosis.watch import Taken, Watch
+from jzero.run.diagnosis.watch import Taken, Watch, WatchedRun
 from jzero.run.observers import Observers
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
 from jzero.step.update import SkipWhen
 from jzero.tree import PyTree, named
-
-if TYPE_CHECKING:
-    from jzero.run.checkpoints import CheckpointedRun
 
 
 class Checks:
@@ -44,11 +41,11 @@ class Checks:
         self._all = [self._finite, *(check for check in others if check.is_on)]
         self._kept: list[Any] = []  # of the last step, by each check
 
-    def begin(self, run: CheckpointedRun) -> SkipWhen:
+    def begin(self, run: WatchedRun) -> SkipWhen:
         """Return the conditions of the next step."""
         return SkipWhen(self._finite.begin(run), self._spikes.begin() if self._spikes.is_on else None)
 
-    def finish(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> Taken | None:
+    def finish(self, run: WatchedRun, metrics: Metrics, details: Details) -> Taken | None:
         """Take a step that was given to the devices, and read what was computed about the one before it.
 
         Returns:
@@ -62,7 +59,7 @@ class Checks:
         self._kept = taken
         return None
 
-    def settle(self, run: CheckpointedRun) -> Taken | None:
+    def settle(self, run: WatchedRun) -> Taken | None:
         """Report what was found about the last step, before its state is saved; return it if the run stops for it."""
         for i, check in reversed(list(enumerate(self._all[: len(self._kept)]))):  # the one that may stop comes last
             if check is self._replicas or (check is self._finite and self._finite.stops):
@@ -71,7 +68,7 @@ class Checks:
                     return kept
         return None
 
-    def explain(self, run: CheckpointedRun, step: Taken) -> NonFiniteError:
+    def explain(self, run: WatchedRun, step: Taken) -> NonFiniteError:
         """Search a step that stopped the run; see `Watch.explain`."""
         return self._finite.explain(run, step)
 
@@ -120,11 +117,11 @@ class Spikes:
         """Return the largest loss and gradient norm of the next step, if it is skipped above them; else None."""
         return self._limits if self._skips else None
 
-    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> Given:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Given:
         """Keep a step, with the limits that it got."""
         return Given(run.global_steps, metrics, self._limits)
 
-    def read(self, run: CheckpointedRun, step: Given) -> None:
+    def read(self, run: WatchedRun, step: Given) -> None:
         """Look at a step, and compute the limits of the step after the next."""
         pair = jax.device_get((step.metrics[LOSS], step.metrics[NORM]))
         if not all(map(math.isfinite, pair)):
@@ -176,12 +173,12 @@ class Replicas:
         self._step, self._every, self._observers = step, step.config.desync_check.every or 0, observers
         self.is_on = self._every > 0
 
-    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> tuple[int, jax.Array] | None:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> tuple[int, jax.Array] | None:
         """Take the checksums of the state after a step, if a comparison is due."""
         due = run.global_steps % self._every == 0
         return (run.global_steps, self.sums(run.state)) if due else None
 
-    def read(self, run: CheckpointedRun, kept: tuple[int, jax.Array]) -> None:
+    def read(self, run: WatchedRun, kept: tuple[int, jax.Array]) -> None:
         """Report the copies that differed when checksums were taken."""
         number, sums = kept
         if found := self.differing(np.asarray(sums)):

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,10 @@ import jax.numpy as jnp
 from jzero.distributed.host_collectives import gather_texts
 from jzero.errors import some_of
 from jzero.events import Noticed
+from jzero.run.diagnosis.watch import WatchedRun
 from jzero.run.observers import Observers
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
-
-if TYPE_CHECKING:
-    from jzero.run.checkpoints import CheckpointedRun
 
 STRAGGLER = "straggler"
 OWN = ("data", "script", "host")  # parts of the clock in which the devices of a process wait for it
@@ -58,7 +56,7 @@ class Stragglers:
         """Measure from the next step on."""
         self._mark = None
 
-    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> None:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> None:
         """Take a step that was given to the devices; compare if it is due. The first step compiles, and is left out."""
         number, now = run.global_steps, {part: self._observers.clock.total.get(part, 0.0) for part in STEP}
         if self._mark is not None and number <= self._mark[0]:  # a step that is not finite took the run back
@@ -73,7 +71,7 @@ class Stragglers:
         if self._mark is None or number % self._every == 0:
             self._mark = number, now
 
-    def read(self, run: CheckpointedRun, kept: None) -> None:
+    def read(self, run: WatchedRun, kept: None) -> None:
         """Do nothing: a comparison waits for no step."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,22 @@ from jzero.run.diagnosis.repeat import Repeat
 from jzero.run.diagnosis.replay import save_replay
 from jzero.run.observers import Observers
 from jzero.step.programs import Details
+from jzero.step.state import TrainState
 from jzero.step.train_step import Metrics, TrainStep
-
-if TYPE_CHECKING:
-    from jzero.run.checkpoints import CheckpointedRun
 
 STOP = "stop"
 NOT_FINITE = "not finite"
 MOST_WARNINGS = 10  # of one run
 AGREE = 300.0  # seconds to wait for the other processes' search, which may compile
 HINT = 'set "non_finite": {"action": "stop"} to end the run there and find the layer and the rows'
+
+
+class WatchedRun(Protocol):
+    """The part of the engine that checks read: it imports them."""
+
+    state: TrainState
+    global_steps: int
+    training_dataloader: DataLoader | None
 
 
 class Mark(NamedTuple):
@@ -75,20 +81,20 @@ class Watch:
         if self.stops:
             self._frozen = jax.device_put(jnp.zeros((), bool), NamedSharding(self._step.mesh, PartitionSpec()))
 
-    def begin(self, run: CheckpointedRun) -> jax.Array | None:
+    def begin(self, run: WatchedRun) -> jax.Array | None:
         """Return whether the next step is frozen, on the devices; None unless a step may freeze the next."""
         if self._frozen is not None and self._mark is None:
             self._mark = _mark(run, jax.tree.map(jnp.copy, run.state.loss_scale))  # the step deletes the state
         return self._frozen
 
-    def take(self, run: CheckpointedRun, metrics: Metrics, details: Details) -> Taken:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Taken:
         """Keep a step, and where the run is before and after it."""
         before = self._mark
         if details.frozen is not None:
             self._frozen, self._mark = details.frozen, _mark(run, details.loss_scale)
         return Taken(run.global_steps, metrics, details, before, self._mark)
 
-    def read(self, run: CheckpointedRun, step: Taken) -> bool:
+    def read(self, run: WatchedRun, step: Taken) -> bool:
         """Check a step; return whether the run stops for it."""
         metrics, scale = step.metrics, step.details.loss_scale
         values = metrics[LOSS], metrics["grad_norm"], metrics["skipped"], scale.stuck, step.details.frozen
@@ -107,7 +113,7 @@ class Watch:
             check_stuck(scale, self._step.trainable_names)
         return False
 
-    def explain(self, run: CheckpointedRun, step: Taken) -> NonFiniteError:
+    def explain(self, run: WatchedRun, step: Taken) -> NonFiniteError:
         """Search a step that stopped the run, which is back where it was; return an error with what was found."""
         self.restart()
         with heartbeat.work():  # compiles
@@ -117,7 +123,7 @@ class Watch:
             f"{text}\n  the run is where it was before this step: engine.save_checkpoint(...) saves that state"
         )
 
-    def _explain(self, run: CheckpointedRun, step: Taken, found: Finding) -> str:
+    def _explain(self, run: WatchedRun, step: Taken, found: Finding) -> str:
         """Search, save what a replay needs, and put both into words; an error in either must not hide the other.
 
         All processes take part in the save, so none begins it if the search failed on one.
@@ -162,7 +168,7 @@ def _samples(loader: DataLoader | None, step: Taken, micro_batches: int) -> np.n
         return None
 
 
-def _mark(run: CheckpointedRun, loss_scale: LossScale) -> Mark:
+def _mark(run: WatchedRun, loss_scale: LossScale) -> Mark:
     loader = run.training_dataloader
     counters = {name: getattr(run, name) for name in ("global_steps", "global_samples", "micro_steps")}
     return Mark(counters, loss_scale, None if loader is None else loader.position)
