@@ -141,7 +141,7 @@ def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", 
 
 def trained(name, precision=FP8, **layout):
     """([(loss, gradient norm)], first gradients, the step) of jzero in a layout of `helpers.tensor_models`."""
-    step = make_step(name, more=precision, **layout)
+    step = make_step(name, precision=precision, **layout)
     state, seen, first = step.init(jax.random.key(0), initial(name)), [], None
     for batch in batches(name):
         state, metrics = step(state, batch)

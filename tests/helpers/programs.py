@@ -34,7 +34,7 @@ def pairs(rows, length):
     return {"inputs": tokens, "labels": tokens}
 
 
-def traced(model, mesh, batch, options=SEPARATE, **config):
+def traced(model, mesh, batch, options=SEPARATE, /, **config):
     """A step, in bf16 and of SGD where the config says nothing else, and its trace."""
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True}, **config}
     config["compiler_options"] = {"xla_gpu_autotune_level": 0} | options

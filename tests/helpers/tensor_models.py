@@ -204,7 +204,8 @@ def reference(name, optimizer="SGD"):
 
 
 def make_step(
-    subject, *, stage=0, accum=1, remat="none", unroll=True, dimensions=None, optimizer="SGD", more=None, **mesh
+    subject, *, stage=0, accum=1, remat="none", unroll=True, dimensions=None, optimizer="SGD", precision=None,
+    pipeline=None, zero_section=None, regather=False, more=None, **mesh
 ):  # fmt: skip
     """A train step of a model, or of the one with this name; `more` are changes of the config, section by section."""
     degrees = {"data": 1, "zero": 1, **mesh}
@@ -217,8 +218,10 @@ def make_step(
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
-        "tensor_parallel": {"dimensions": dimensions}, **OPTIMIZERS[optimizer][0],
+        "tensor_parallel": {"dimensions": dimensions, "regather": regather}, "pipeline": pipeline or {},
+        **OPTIMIZERS[optimizer][0], **(precision or {}),
     }  # fmt: skip
+    config["zero_optimization"] |= zero_section or {}
     for key, section in (more or {}).items():
         config[key] = config[key] | section if key in config else section
     mesh = jzero.make_mesh(**degrees, devices=devices)

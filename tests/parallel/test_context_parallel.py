@@ -50,6 +50,7 @@ def test_a_sequence_that_context_does_not_divide():
 
 
 def test_deepspeeds_names():
+    assert jzero.make_mesh({"pipeline": {"stages": 4}}).shape["pipe"] == 4
     mesh = jzero.make_mesh({"train_batch_size": 8, "sequence_parallel_size": 2})
     assert tuple(mesh.shape.items()) == (
         ("pipe", 1), ("data", 1), ("zero", 4), ("expert", 1), ("context", 2), ("tensor", 1)

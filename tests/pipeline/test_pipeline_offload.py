@@ -8,7 +8,6 @@ from collections import Counter
 from itertools import product
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from helpers.cuda import needs_cuda_compiler
 from helpers.layer_lists import layers
 from helpers.offload import scans
 from helpers.pipelines import ROWS, SEQUENCE, WIDTH, Case, Decoder, Everything, batch_of, model, run
+from helpers.programs import h100s, pairs, traced
 from helpers.sampling import keep, sample, some
 
-import jzero
 from jzero.pipeline.carry import DEVICE_SPACE, HOST_SPACE
-from jzero.planner import gpu_devices, memory
+from jzero.planner import memory
 from jzero.run.run_report import report
 from models.llama import Llama
 
@@ -118,11 +117,9 @@ TOKENS = 4096
 
 def planned(case, policy, on_host):
     """Return the planned memory of two GPUs that are not there."""
-    config = case.config(compiler_options={"xla_gpu_autotune_level": 0}, **section(policy, on_host))
-    mesh = jzero.make_mesh(config, devices=gpu_devices("h100", 2))
-    step = jzero.make_train_step(model(Decoder, 8), config, mesh=mesh)
-    tokens = jax.ShapeDtypeStruct((step.batch_sizes.train, TOKENS), jnp.int32)
-    return memory(step.lower({"inputs": tokens, "labels": tokens}).compile(), step)
+    config = case.config(bf16={"enabled": False}, **section(policy, on_host))
+    step, trace = traced(model(Decoder, 8), h100s(pipe=2), pairs(ROWS * case.micro, TOKENS), {}, **config)
+    return memory(trace.lower().compile(), step)
 
 
 PLANS = [  # and how many times the bytes XLA may take: under zero_bubble it copies some of the buffers

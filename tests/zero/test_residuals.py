@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.programs import h100s, pairs, traced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import io_callback
@@ -20,7 +21,6 @@ from jax.extend.core import Literal
 
 import jzero
 from jzero.passes.remat import Remat, leanly
-from jzero.planner import gpu_devices
 from jzero.tracing.chunk import Chunk
 from jzero.tracing.equations import Equations
 from jzero.tracing.residuals import fewest_bytes, is_cheap
@@ -147,20 +147,11 @@ def test_nothing_is_kept_of_what_is_free():
 ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, LAYERS = 2, 256, 256, 512, 4, 2, 512, 4
 
 
-def llama():
+def traced_for_gpus(stage):
     shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, vocab_size=VOCAB, attention="cudnn")
-    return jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
-
-
-def step_for_gpus(stage):
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
-        "compiler_options": {"xla_gpu_autotune_level": 0},
-    }  # fmt: skip
-    step = jzero.make_train_step(llama(), config, mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
-    tokens = jax.ShapeDtypeStruct((2 * ROWS, LENGTH), jnp.int32)
-    return step, {"inputs": tokens, "labels": tokens}
+    llama, batch = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), pairs(2 * ROWS, LENGTH)
+    more = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": stage}}
+    return traced(llama, h100s(zero=2), batch, {}, **more)[1]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -173,8 +164,7 @@ def test_bytes_of_a_llamas_layer(monkeypatch, stage):
         chunks.append(self)
 
     monkeypatch.setattr(Chunk, "__init__", note)
-    step, shapes = step_for_gpus(stage)
-    step.trace(shapes)
+    traced_for_gpus(stage)
     assert len(chunks) == LAYERS
     head = WIDTH // HEADS
     numbers = 3 * WIDTH + (HEADS + 2 * KV_HEADS) * head + 2 * HIDDEN
@@ -189,8 +179,7 @@ def test_bytes_of_a_llamas_layer(monkeypatch, stage):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_layers_weight_gradients_come_before_the_layer_below(stage):
     """In the compiled program, whose text is in the order of execution."""
-    step, shapes = step_for_gpus(stage)
-    entry = step.lower(shapes).compile().as_text().split("\nENTRY ")[1]
+    entry = traced_for_gpus(stage).lower().compile().as_text().split("\nENTRY ")[1]
     weights = {f"{WIDTH},{2 * HIDDEN}", f"{2 * HIDDEN},{WIDTH}"}  # of gate and up
     products = [re.findall(r"bf16\[([\d,]+)\]", line)[0] for line in entry.splitlines() if "$lt$matmul" in line]
     assert len(products) >= 12 * LAYERS, products
