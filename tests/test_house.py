@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46684,
+    "lines": 46686,
     "files": 253,
-    "statements": 27267,
+    "statements": 27268,
     "Any": 1146,
     "rooms": 38,
     "floors": 15,
