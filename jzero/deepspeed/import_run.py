@@ -147,8 +147,8 @@ def _row(leaf: str, dims: int, stacked: bool) -> dict[str, Any]:
 def _of_pipeline(start: int, name: str) -> str:
     """Return DeepSpeed's name of a PipelineModule's tensor, whose stack begins with layer `start`.
 
-    >>> _of_pipeline(1, "ends.layers.0.weight"), _of_pipeline(1, "stack.2.weight"), _of_pipeline(1, "ends.tied.a.weight")
-    ('0.weight', '3.weight', 'tied_modules.a.weight')
+    >>> [_of_pipeline(1, name) for name in ("ends.layers.0.bias", "stack.2.bias", "ends.tied.a.bias")]
+    ['0.bias', '3.bias', 'tied_modules.a.bias']
     """
     name = re.sub(r"^stack\.(\d+)\.", lambda found: f"{start + int(found[1])}.", name)
     return re.sub(r"^(ends\.)?tied\.", "tied_modules.", re.sub(r"^(ends\.)?layers\.", "", name))

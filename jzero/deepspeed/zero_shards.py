@@ -96,13 +96,13 @@ def read_deepspeed(path: Path) -> DeepSpeedState:
         state = DeepSpeedState(path, load_torch(models[min(models)]))
         if any(type(state.model[key]) is not int or state.model[key] < 0 for key in COUNTERS):
             raise ValueError(f"{some_of(COUNTERS)} must be whole numbers")
-        if (degree := _tensor_degree(state.model)) != 1:
-            raise ConfigError(
-                f"{path} is divided by tensor parallelism (in {degree}): convert it with DeepSpeed's ds_to_universal.py, "
-                "and import the result"
-            )
         if (path / UNIVERSAL).is_dir():
             _read_universal(state)
+        elif (degree := _tensor_degree(state.model)) != 1:
+            raise ConfigError(
+                f"{path} is divided by tensor parallelism (in {degree}): convert it with DeepSpeed's "
+                "ds_to_universal.py, and import the result"
+            )
         elif ranks := _ranks(path, names):
             for stage, files in ranks.items():
                 _read_zero(state, {rank: models[key] for key in models if key[0] == stage for rank in key[1:]}, files)
@@ -286,6 +286,7 @@ def _read_universal(state: DeepSpeedState) -> None:
             steps.append({"step": stored})
             continue
         tensor = stored["param"] if isinstance(stored, dict) else stored
-        state.add(file.stem, file.parent.name, shapes.get(file.parent.name, tensor.shape), [tensor])  # stage 3: flat
+        shape = shapes.get(file.parent.name, tensor.shape)  # stage 3's are flat, and tensor parallelism's joined
+        state.add(file.stem, file.parent.name, shape if prod(shape) == tensor.size else tensor.shape, [tensor])
     state.take_steps(steps, optimizer.get("param_groups", []))
     _add_others(state, state.model, [])

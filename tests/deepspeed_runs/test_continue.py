@@ -1,15 +1,13 @@
 """A run of DeepSpeed goes on in jzero: the next losses are those of DeepSpeed's own continuation.
 
 `make_checkpoints.py` has trained 20 steps with DeepSpeed 0.19.8 on two or four CPU processes, saved, and gone on for 20
-steps; `checkpoints.tar.xz` has the checkpoints and the losses. So these tests run without DeepSpeed.
+steps; `checkpoints.tar.xz` has the checkpoints and the losses. So these tests run without DeepSpeed. CI makes some of
+the checkpoints anew where DeepSpeed installs.
 """
 
-import jax
 import numpy as np
 import pytest
-from runs import BOUND, about, continued, make_engine
-
-import jzero
+from stored_runs import BOUND, about, continued, make_engine
 
 # case of make_checkpoints.py, its directory, our stage, devices and pipeline stages
 RUNS = [
@@ -26,7 +24,6 @@ RUNS = [
     ("mlp-3-bf16", "ckpt", 2, 2, 1),
     ("mlp-1-sgd", "ckpt", 2, 2, 1),
     ("mlp-2-adagrad", "ckpt", 3, 2, 1),
-    ("mlp-2-muon", "ckpt", 1, 2, 1),
     ("pipe-1-fp32", "ckpt", 1, 2, 2),
     ("pipe-1-fp32", "universal", 0, 1, 1),
     ("llama-2-fp32", "ckpt", 3, 8, 1),
@@ -36,12 +33,15 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("case, folder, stage, devices, pipe", RUNS)
+@pytest.mark.parametrize(("case", "folder", "stage", "devices", "pipe"), RUNS)
 def test_the_next_losses_are_deepspeeds(runs_of_deepspeed, case, folder, stage, devices, pipe):
     directory, (kind, _, precision) = runs_of_deepspeed / case, case.split("-")
+    if not directory.exists():
+        pytest.skip("not among the cases that were made")
     engine = make_engine(directory, kind, stage, devices, pipe)
     path, client = engine.load_checkpoint(directory / folder)
-    assert path.endswith("global_step20") and client == {"epoch": 3, "note": "twenty"}
+    assert path.endswith("global_step20")
+    assert client == {"epoch": 3, "note": "twenty"}
     assert (engine.global_steps, engine.global_samples) == (20, 160)
     np.testing.assert_allclose(continued(engine, kind), about(directory)["after"], rtol=BOUND.get(precision, 1e-5))
     np.testing.assert_allclose(engine.get_lr(), about(directory)["lr"], rtol=1e-6)

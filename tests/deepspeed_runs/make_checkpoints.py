@@ -18,7 +18,6 @@ STEPS, ROWS = 20, 8
 ADAM = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.05}}
-MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95, "torch_adam": True, "ns_method": "standard"}}
 LLAMA = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -39,7 +38,6 @@ CASES = {
     "mlp-3-fp16": ("mlp", 3, "fp16", 2, ADAM, False),
     "mlp-1-sgd": ("mlp", 1, "fp32", 2, SGD, False),
     "mlp-2-adagrad": ("mlp", 2, "fp32", 2, ADAGRAD, False),
-    "mlp-2-muon": ("mlp", 2, "fp32", 2, MUON, False),
     "pipe-1-fp32": ("pipe", 1, "fp32", 4, ADAM, True),
     "llama-2-fp32": ("llama", 2, "fp32", 2, ADAM, True),
     "llama-3-fp32": ("llama", 3, "fp32", 4, ADAM, False),
