@@ -19,15 +19,15 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46707,
-    "files": 254,
-    "statements": 27286,
-    "Any": 1180,
-    "rooms": 38,
+    "lines": 47765,
+    "files": 260,
+    "statements": 27978,
+    "Any": 1186,
+    "rooms": 39,
     "floors": 15,
-    "arrows": 236,
+    "arrows": 245,
     "functions over 60 lines": 3,
-    "functions with more than 7 arguments": 9,
+    "functions with more than 7 arguments": 10,
     "public names defined twice": 9,
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from jzero.deepspeed.torch_files import TorchTensor
-from jzero.weights.header import Entry
 from jzero.weights.name_map import Box
-from jzero.weights.safetensors import WINDOW, File
+from jzero.weights.safetensors import WINDOW, Entry, File
 
 
 def cut_pieces(tensors: Sequence[TorchTensor], start: int, size: int) -> list[TorchTensor]:

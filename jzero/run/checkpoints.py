@@ -16,7 +16,7 @@ from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.checkpoint.restoring import Selection
 from jzero.data import DataLoader
 from jzero.deepspeed import Rename
-from jzero.distributed.host_collectives import together
+from jzero.distributed.host_collectives import run_on_all
 from jzero.distributed.last_words import SAVED
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
@@ -129,13 +129,13 @@ class CheckpointedRun(DeepSpeedApi):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
         directory = load_dir or self._home or self.config.checkpoint.dir
-        path = together("reading a checkpoint", lambda: deepspeed.find_deepspeed(directory, tag))
+        path = run_on_all("reading a checkpoint", lambda: deepspeed.find_deepspeed(directory, tag))
         if rename is not None and path is None:
             raise ConfigError(f"rename: {directory} is no checkpoint of DeepSpeed, and no other needs names")
         found = (
             checkpoint.Checkpoint.find(directory, tag)
             if path is None
-            else together("import", lambda: deepspeed.DeepSpeedCheckpoint(path, self.step_fn, self._rng, rename))
+            else run_on_all("import", lambda: deepspeed.DeepSpeedCheckpoint(path, self.step_fn, self._rng, rename))
         )
         self._accumulation.forward = None
         self._load(
