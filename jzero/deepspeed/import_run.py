@@ -192,7 +192,8 @@ def match_tensors(stored: DeepSpeedState, step: TrainStep, rename: Rename | None
 
 
 def _has(stored: DeepSpeedState, kind: str, some: list[Tensor]) -> bool:
-    return kind in stored.tensors and all(tensor.name in stored.tensors[kind].entries for tensor in some)
+    """Return whether all tensors of a parameter are there; adapters, which DeepSpeed names otherwise, have none."""
+    return bool(some) and kind in stored.tensors and all(tensor.name in stored.tensors[kind].entries for tensor in some)
 
 
 def _kinds(shapes: Mapping[str, jax.ShapeDtypeStruct], parameters: set[str]) -> dict[str, tuple[str, tuple[str, ...]]]:

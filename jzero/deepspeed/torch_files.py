@@ -112,7 +112,7 @@ def _storages(archive: zipfile.ZipFile, file: Pickled) -> dict[str, _Entry]:
         if name in ("data.pkl", "byteorder"):  # a damaged pickle may be a valid one
             file.seek(start)
             if zlib.crc32(file.read(entry.file_size)) != entry.CRC:
-                raise ValueError(f"{name} does not match its checksum")
+                raise ValueError(f"{name} does not match its checksum, or was saved with set_crc32_options(False)")
     return found
 
 

@@ -74,8 +74,8 @@ class DeepSpeedState:
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Return whether a directory is a checkpoint of DeepSpeed."""
-    return (path / UNIVERSAL).is_dir() or any(path.glob("*mp_rank_*_model_states.pt"))
+    """Return whether a directory is a checkpoint of DeepSpeed; a universal one has model states too."""
+    return any(path.glob("*mp_rank_*_model_states.pt"))
 
 
 def read_deepspeed(path: Path) -> DeepSpeedState:

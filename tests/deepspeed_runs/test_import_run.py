@@ -10,6 +10,7 @@ from stored_runs import BOUND, about, continued, make_engine
 
 import jzero
 from jzero.cli import main
+from jzero.deepspeed import find_deepspeed
 
 HERE = "my_mlp:make_model"
 
@@ -75,7 +76,9 @@ def test_another_optimizer(runs_of_deepspeed):
 
 
 def test_the_directory_of_a_tag(runs_of_deepspeed, tmp_path):
-    """The checkpoint itself, its tag, and the weights alone."""
+    """The checkpoint itself, its tag, and the weights alone; a tag of jzero may be "zero", as a universal folder."""
+    (tmp_path / "jzero" / "zero").mkdir(parents=True)
+    assert find_deepspeed(tmp_path / "jzero") is None
     directory = runs_of_deepspeed / "mlp-2-fp32"
     shutil.copytree(directory / "ckpt" / "global_step20", tmp_path / "mine")
     engine = make_engine(directory, "mlp")
