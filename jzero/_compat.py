@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -49,6 +50,15 @@ def before_threads_end(callback: Callable[..., Any], *args: Any) -> None:
     threads even here (https://github.com/python/cpython/issues/113964).
     """
     threading._register_atexit(callback, *args)  # type: ignore[attr-defined]
+
+
+def python_unpickler() -> type:
+    """Return CPython's unpickler in Python, a table of operations.
+
+    Its subclass can leave operations out. That in C, the public one, knows all of them, and grows its memo to the
+    largest number in the file: gigabytes for a pickle of ten bytes.
+    """
+    return pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def close_transport(process: asyncio.subprocess.Process) -> None:

@@ -160,6 +160,13 @@ def plot(args: Namespace) -> int:
     return 0
 
 
+def import_run(args: Namespace) -> int:
+    """Write a DeepSpeed checkpoint as one of jzero's, or compare the names of their tensors."""
+    from jzero.run import import_deepspeed
+
+    return import_deepspeed.main(args)
+
+
 def replay(args: Namespace) -> int:
     """Repeat a saved step that was not finite on one device, and print what is found."""
     from jzero.run.diagnosis import replay
@@ -168,7 +175,8 @@ def replay(args: Namespace) -> int:
 
 
 OTHERS: dict[str, Callable[[Namespace], int]] = {
-    "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export, "replay": replay,
+    "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export, "import": import_run,
+    "replay": replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

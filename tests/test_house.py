@@ -19,15 +19,15 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46686,
-    "files": 253,
-    "statements": 27268,
-    "Any": 1146,
-    "rooms": 38,
+    "lines": 47744,
+    "files": 259,
+    "statements": 27960,
+    "Any": 1152,
+    "rooms": 39,
     "floors": 15,
-    "arrows": 236,
+    "arrows": 245,
     "functions over 60 lines": 2,
-    "functions with more than 7 arguments": 9,
+    "functions with more than 7 arguments": 10,
     "public names defined twice": 9,
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,

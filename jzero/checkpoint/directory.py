@@ -75,21 +75,21 @@ def is_tag(text: str) -> bool:
     return fits and is_name and not ours
 
 
-def read_latest(directory: Path) -> tuple[str | None, str]:
-    """Read DIR/latest: (its tag, ""), or (None, why there is none)."""
+def read_latest(directory: Path, file: str = LATEST) -> tuple[str | None, str]:
+    """Read DIR/latest, or another file: (its tag, ""), or (None, why there is none)."""
     try:
-        text = read_file(directory / LATEST, 10_000).decode(errors="surrogateescape").strip()
+        text = read_file(directory / file, 10_000).decode(errors="surrogateescape").strip()
     except (FileNotFoundError, NotADirectoryError):
-        return None, f"it has no file {LATEST!r}"
+        return None, f"it has no file {file!r}"
     except OSError as error:
         is_none = error.errno in (errno.EINVAL, errno.EISDIR)
         return (
             None,
-            f"its {LATEST!r} is not a file" if is_none else f"its file {LATEST!r} cannot be read: {error.strerror}",
+            f"its {file!r} is not a file" if is_none else f"its file {file!r} cannot be read: {error.strerror}",
         )
     if not text:
-        return None, f"its file {LATEST!r} is empty"
-    return (text, "") if is_tag(text) else (None, f"its file {LATEST!r} is damaged: it contains {ascii(text)[:60]}")
+        return None, f"its file {file!r} is empty"
+    return (text, "") if is_tag(text) else (None, f"its file {file!r} is damaged: it contains {ascii(text)[:60]}")
 
 
 def local_path(directory: str | os.PathLike, key: str) -> Path:

@@ -18,6 +18,7 @@ COMMANDS = {
     "calibrate": "measure the rates of this machine's GPUs for plans",
     "plot": "draw the curves and the goodput of runs",
     "export": "write a checkpoint's weights as safetensors",
+    "import": "write a DeepSpeed checkpoint as one of jzero's",
     "replay": "repeat a saved step that was not finite on one device, and find where it begins",
 }
 
@@ -169,6 +170,19 @@ OTHERS = {
             option("--dtype", "default: as stored", choices=["float32", "bfloat16", "float16"]),
             option("--max_shard_size SIZE", "of one file, as 5GB or 500MB (default: 5GB)", default="5GB"),
             option("--adapters", "the adapters alone, for `peft` (default: merged into the weights)"),
+        ],
+    ),
+    "import": Command(
+        "Write a DeepSpeed checkpoint as one of jzero's, with all of its state in this machine's memory. "
+        "engine.load_checkpoint(DIR) reads it too, each device its own part.",
+        [
+            option("directory DIR", "DeepSpeed's save_checkpoint's directory"),
+            option("out OUT", "the directory of the new checkpoint", nargs="?"),
+            option("--model NAME", "llama:8b, gpt2:xl, moe:mixtral-8x7b or package.module:function", required=True),
+            option("--config FILE", "default: the checkpoint's own"),
+            option("--tag TAG", "the checkpoint in DIR (default: the latest)"),
+            option("--names", "print the names and shapes of both sides, and propose"),
+            option("--rename FILE", "JSON: {regular expression: replacement} for the model's names"),
         ],
     ),
     "replay": Command(

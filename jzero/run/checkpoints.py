@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 
 import jax
 
-from jzero import checkpoint, weights
+from jzero import checkpoint, deepspeed, weights
 from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.checkpoint.restoring import Selection
 from jzero.data import DataLoader
+from jzero.deepspeed import Rename
+from jzero.distributed.host_collectives import run_on_all
 from jzero.distributed.last_words import SAVED
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
@@ -103,9 +105,9 @@ class CheckpointedRun(DeepSpeedApi):
     def load_checkpoint(
         self, load_dir: str | os.PathLike | None = None, tag: str | float | None = None,
         load_module_strict: bool = True, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False, custom_load_fn: None = None,
+        load_module_only: bool = False, custom_load_fn: None = None, rename: Rename | None = None,
     ) -> tuple[str, dict]:  # fmt: skip
-        """Read a checkpoint of any layout; return (path, client_state). All processes call it.
+        """Read a checkpoint of any layout, or one of DeepSpeed; return (path, client_state). All processes call it.
 
         The engine drops its former state before it reads the new one, so that both need not fit into memory.
 
@@ -116,6 +118,8 @@ class CheckpointedRun(DeepSpeedApi):
           load_optimizer_states: False: keep the optimizer's state, except for its position in the schedule.
           load_lr_scheduler_states: False: keep the current position in the learning-rate schedule.
           load_module_only: read the parameters alone, without counters or the position in the data.
+          rename: for a checkpoint of DeepSpeed, {regular expression: replacement} or a function, which turns the names
+            of this model's tensors into DeepSpeed's.
 
         Raises:
           ConfigError: there is no checkpoint, or it belongs to another model or optimizer; the error names the leaves
@@ -125,7 +129,15 @@ class CheckpointedRun(DeepSpeedApi):
         self._accumulation.check_empty("load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
-        found = checkpoint.Checkpoint.find(load_dir or self._home or self.config.checkpoint.dir, tag)
+        directory = load_dir or self._home or self.config.checkpoint.dir
+        path = run_on_all("reading a checkpoint", lambda: deepspeed.find_deepspeed(directory, tag))
+        if rename is not None and path is None:
+            raise ConfigError(f"rename: {directory} is no checkpoint of DeepSpeed, and no other needs names")
+        found = (
+            checkpoint.Checkpoint.find(directory, tag)
+            if path is None
+            else run_on_all("import", lambda: deepspeed.DeepSpeedCheckpoint(path, self.step_fn, self._rng, rename))
+        )
         self._accumulation.forward = None
         self._load(
             found, Selection(load_module_strict, load_module_only, load_optimizer_states, load_lr_scheduler_states)

@@ -86,7 +86,7 @@ def load(
 
     def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: Sharding, kept: Any = None) -> Any:
         parts = of_leaf.get(names[path_name(path)])
-        return kept if parts is None else _read_leaf(parts, shape, sharding, check)
+        return kept if parts is None else read_leaf(parts, shape, sharding, check)
 
     kept = () if params is None else (params,)
     result = jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
@@ -199,17 +199,26 @@ class _FileChecksums:
             )
 
 
-def _read_leaf(
-    parts: list[tuple[File, Tensor]], leaf: jax.ShapeDtypeStruct, sharding: Sharding, check: _FileChecksums
+def read_leaf(
+    parts: list[tuple[File, Tensor]],
+    leaf: jax.ShapeDtypeStruct,
+    sharding: Sharding,
+    check: _FileChecksums | None = None,
 ) -> jax.Array:
-    """Read this process's slices of a leaf; those that several devices hold are read only once."""
+    """Read this process's slices of a leaf; those that several devices hold are read only once.
+
+    Args:
+      parts: the tensors that the leaf consists of, each with its file.
+      check: counts what was read.
+    """
     known: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         if str(index) not in known:
             known[str(index)] = _read(parts, index, leaf)
-            everywhere: Any = sharding.devices_indices_map(leaf.shape)
-            check.add(parts, {device.process_index for device, other in everywhere.items() if other == index})
+            if check:
+                everywhere: Any = sharding.devices_indices_map(leaf.shape)
+                check.add(parts, {device.process_index for device, other in everywhere.items() if other == index})
         return known[str(index)]
 
     array = jax.make_array_from_callback(leaf.shape, sharding, part)
@@ -265,7 +274,7 @@ def _find(
     ignored = table.get("ignored", ())
     where = {name: file for name, file in where.items() if not any(fnmatchcase(name, pattern) for pattern in ignored)}
     directory = path.parent if path.is_file() else path
-    problems = _config_differences(directory / "config.json", table) + _misfits(where, wanted)
+    problems = _config_differences(directory / "config.json", table) + misfits(where, wanted)
     if alone and table:
         problems = _config_differences(directory / ADAPTER_CONFIG, table["adapters"]) + problems
     if problems:
@@ -349,7 +358,7 @@ def _flattened(config: dict[str, Any]) -> dict[str, Any]:
     return {**inside, **config}
 
 
-def _misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
+def misfits(where: Mapping[str, File], wanted: list[Tensor]) -> list[str]:
     """List tensors that are missing, extra, of another shape, or of a dtype that is not cast (only wide floats are)."""
     expected = {t.name: t for t in wanted}
     found = {name: file.entries[name] for name, file in where.items()}

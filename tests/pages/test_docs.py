@@ -34,7 +34,8 @@ from jzero.launcher import options
 ROOT = Path(__file__).parents[2]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-FOREIGN = ('title="DeepSpeed"', 'title="transformers"')  # other libraries' code: it must parse
+# Other libraries' code, or that needs a run of DeepSpeed (tests/deepspeed_runs has some): it must parse.
+FOREIGN = ('title="DeepSpeed"', 'title="transformers"', 'title="jzero, after DeepSpeed"')
 
 # Blocks that run where a library is installed.
 WITH = {'title="jzero with PyTorch"': "torch", 'title="jzero with transformers"': "transformers"}
@@ -151,7 +152,7 @@ def check_command(words: list[str]) -> None:
     match Path(program).name, rest:
         case "jzero", ["report", *_]:
             assert not {w for w in rest if w.startswith("--")} - {"--hostfile"}
-        case "jzero", ["export" | "replay" | "plan" as name, *arguments]:
+        case "jzero", ["export" | "import" | "replay" | "plan" as name, *arguments]:
             options.parse_other(name, arguments)
         case "jzero", arguments:
             options.parse(arguments)

@@ -25,7 +25,7 @@ passes moe adapters checkpoint
 pipeline
 step
 data planner weights
-attention_kernels profiling
+attention_kernels deepspeed profiling
 events ledger
 plots run
 launcher cli

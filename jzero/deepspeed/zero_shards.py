@@ -1,0 +1,292 @@
+"""Reads the files of a DeepSpeed checkpoint: puts ZeRO's partitions together, without copying them.
+
+A directory has model states (one file; with ZeRO-3 one for each rank, in a pipeline one for each stage) and, with ZeRO,
+optimizer states of every rank. Stages 1 and 2 cut each parameter group, as one flat vector, into a part for each rank.
+Stage 3 cuts every parameter, and a rank's flat vectors contain its parts one after the other. Without ZeRO the model
+states contain the optimizer's. A universal checkpoint has a directory for each parameter.
+Source: deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py,
+runtime/fp16/fused_optimizer.py and checkpoint/ds_to_universal.py of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from jzero.deepspeed.pieces import TensorPieces, cut_pieces
+from jzero.deepspeed.torch_files import Pickled, Record, TorchTensor, load_torch
+from jzero.errors import ConfigError, in_a_line, some_of
+
+MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+UNIVERSAL = "zero"  # its directory
+MASTER = "fp32"  # universal checkpoints' name for the master weights
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass
+class DeepSpeedState:
+    """The contents of a DeepSpeed checkpoint; tensors are still in their files.
+
+    Attributes:
+      path: of the directory.
+      model: the model states of the first rank, without the tensors.
+      tensors: kind ("fp32", "exp_avg", ...) -> the tensors by name. "fp32" also has frozen parameters and buffers.
+      buffers: names of tensors that are no parameters.
+      steps: updates that the optimizer has counted; None if it counts none.
+      scaler: the fields of the loss scaler; {} without one.
+    """
+
+    path: Path
+    model: dict[str, Pickled]
+    tensors: dict[str, TensorPieces] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    steps: int | None = None
+    scaler: dict[str, Pickled] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str, shape: Sequence[int], pieces: list[TorchTensor]) -> None:
+        """Add a tensor; a weight that stages of a pipeline tie is the first's."""
+        some = self.tensors.setdefault(kind, TensorPieces(self.path))
+        if name not in some.entries:
+            some.add(name, shape, pieces)
+
+    def take_steps(self, states: Iterable[Pickled], groups: Iterable[Pickled]) -> None:
+        """Take the step count of an optimizer: of a parameter's state, or of a parameter group."""
+        for one in [*states, *groups]:
+            step = one.get("step")
+            if isinstance(step, TorchTensor) and step.size == 1:
+                step = step.read().item()
+            if isinstance(step, int | float):
+                self.steps = int(step)
+                return
+
+    def take_scaler(self, optimizer: Mapping[str, Pickled]) -> None:
+        """Take the loss scaler's fields: ZeRO stores the object, the fp16 optimizers some of its numbers."""
+        stored = optimizer.get("loss_scaler")
+        fields = stored.fields if isinstance(stored, Record) else optimizer
+        self.scaler = (
+            {key: x for key, x in fields.items() if isinstance(x, int | float)} if "cur_scale" in fields else {}
+        )
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Return whether a directory is a checkpoint of DeepSpeed; a universal one has model states too."""
+    return any(path.glob("*mp_rank_*_model_states.pt"))
+
+
+def read_deepspeed(path: Path) -> DeepSpeedState:
+    """Read a checkpoint's files, and where its tensors are.
+
+    Raises:
+      ConfigError: a file is damaged or missing, or the checkpoint is of a kind that jzero does not read.
+    """
+    names = sorted(file.name for file in path.iterdir())
+    if experts := [name for name in names if "expert" in name or name.startswith("expp_")]:
+        raise ConfigError(
+            f"{path} has experts in files of their own ({some_of(experts, 2)}), which jzero does not read"
+        )
+    models = {(int(m[2]), int(m[1] or 0)): path / m[0] for m in map(MODEL.fullmatch, names) if m}
+    if not models:
+        raise ConfigError(f"{path} has no file mp_rank_00_model_states.pt: a process has not saved its part")
+    try:
+        state = DeepSpeedState(path, load_torch(models[min(models)]))
+        if any(type(state.model[key]) is not int or state.model[key] < 0 for key in COUNTERS):
+            raise ValueError(f"{some_of(COUNTERS)} must be whole numbers")
+        if (path / UNIVERSAL).is_dir():
+            _read_universal(state)
+        elif (degree := _tensor_degree(state.model)) != 1:
+            raise ConfigError(
+                f"{path} is divided by tensor parallelism (in {degree}): convert it with DeepSpeed's "
+                "ds_to_universal.py, and import the result"
+            )
+        elif ranks := _ranks(path, names):
+            for stage, files in ranks.items():
+                _read_zero(state, {rank: models[key] for key in models if key[0] == stage for rank in key[1:]}, files)
+        else:
+            _read_without_zero(state, [models[key] for key in sorted(models)], names)
+    # A file of torch.save may contain anything, where a checkpoint has a dict or a list.
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not a complete checkpoint of DeepSpeed: {in_a_line(error)}") from None
+    return state
+
+
+def _tensor_degree(model: dict[str, Pickled]) -> int:
+    """Return the degree of tensor parallelism; before `checkpoint_parallel_dimensions`, that of both together."""
+    if known := model.get("checkpoint_parallel_dimensions"):
+        return int(known["tp_degree"])
+    return 1 if model["module"] is None else int(model.get("mp_world_size", 1))
+
+
+def _ranks(path: Path, names: list[str]) -> dict[int, list[Path]]:
+    """Map pipeline stages to the files of their ranks, in order."""
+    found: dict[int, dict[int, Path]] = {}
+    for match in filter(None, map(OPTIMIZER.fullmatch, names)):
+        found.setdefault(int(match[2]), {})[int(match[1])] = path / match[0]
+    for stage, ranks in found.items():
+        if lost := set(range(max(ranks) + 1)) - ranks.keys():
+            raise ConfigError(
+                f"{path} lacks the optimizer states of rank {some_of(sorted(lost))} (mp_rank_{stage:02d})"
+            )
+    if lost := set(range(max(found, default=-1) + 1)) - found.keys():
+        raise ConfigError(f"{path} lacks the optimizer states of mp_rank {some_of(sorted(lost))}")
+    return {stage: [ranks[i] for i in sorted(ranks)] for stage, ranks in sorted(found.items())}
+
+
+# ---- ZeRO ---------------------------------------------------------------------------------------------------------
+
+
+def _read_zero(state: DeepSpeedState, models: dict[int, Path], files: list[Path]) -> None:
+    """Add the tensors of one pipeline stage, from the files of all its ranks."""
+    model = load_torch(models[0])
+    ranks = [load_torch(file)["optimizer_state_dict"] for file in files]
+    first, counts = ranks[0], ranks[0]["partition_count"]
+    count = max(counts) if isinstance(counts, list) else counts
+    if count != len(ranks):
+        raise ConfigError(f"{state.path} has optimizer states of {len(ranks)} ranks, but {count} ranks wrote it")
+    state.take_scaler(first)
+    if "fp32_flat_groups" in first:
+        _add_stage3(state, model["param_shapes"], ranks)
+    else:
+        _add_stage12(state, model["param_shapes"], ranks)
+    _add_others(state, model, [models[rank] for rank in sorted(models)])
+
+
+def _kinds(states: Mapping[str, Pickled]) -> list[str]:
+    return [key for key, x in states.items() if isinstance(x, TorchTensor) and x.shape]
+
+
+def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, Pickled]], ranks: list[dict[str, Pickled]]) -> None:
+    """Add tensors of stages 1 and 2: each group is one vector, cut into equal parts."""
+
+    def base(rank: dict[str, Pickled], group: int) -> dict[str, Pickled]:
+        stored = rank["base_optimizer_state"]
+        return stored[group] if isinstance(stored, list) else stored["state"].get(group, {})  # a list: elastic
+
+    stored = ranks[0]["base_optimizer_state"]
+    groups = [] if isinstance(stored, list) else stored["param_groups"]
+    state.take_steps([base(ranks[0], i) for i in range(len(shapes))], groups)
+    for i, group in enumerate(shapes):
+        paddings = (ranks[0].get("param_alignment_paddings") or {i: [0] * len(group)})[i]
+        flat = {MASTER: [rank["single_partition_of_fp32_groups"][i] for rank in ranks]}
+        flat |= {kind: [base(rank, i)[kind] for rank in ranks] for kind in _kinds(base(ranks[0], i))}
+        for kind, parts in flat.items():
+            start = 0
+            for (name, shape), padding in zip(group.items(), paddings, strict=True):
+                state.add(kind, name, shape, cut_pieces(parts, start, prod(shape)))
+                start += prod(shape) + padding
+
+
+def _add_stage3(state: DeepSpeedState, shapes: list[dict[str, Pickled]], ranks: list[dict[str, Pickled]]) -> None:
+    """Add tensors of stage 3: a rank has its part of each parameter, with padding, one after the other."""
+    inner = [rank["optimizer_state_dict"] for rank in ranks]
+    groups = range(len(ranks[0]["fp32_flat_groups"]))
+    states = [[one["state"].get(i, {}) for i in groups] for one in inner]
+    state.take_steps(states[0], inner[0]["param_groups"])
+    flat = {MASTER: [rank["fp32_flat_groups"] for rank in ranks]}
+    flat |= {kind: [[one[kind] for one in rank] for rank in states] for kind in _kinds(states[0][0])}
+    for kind, parts in flat.items():
+        start = 0
+        for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+            each = -(-prod(shape) // len(ranks))
+            pieces = []
+            for rank, own in enumerate(parts):
+                pieces += cut_pieces(own, start, max(0, min(each, prod(shape) - rank * each)))
+            state.add(kind, name, shape, pieces)
+            start += each
+
+
+def _add_others(state: DeepSpeedState, model: dict[str, Pickled], files: list[Path]) -> None:
+    """Add frozen parameters and buffers, which the optimizer does not have."""
+    state.buffers |= set(model.get("buffer_names") or ())
+    for name in state.buffers & (model["module"] or {}).keys():
+        tensor = model["module"][name]
+        state.add(MASTER, name, tensor.shape, [tensor])
+    frozen = model.get("frozen_param_shapes") or {}
+    parts = [load_torch(file)["frozen_param_fragments"] for file in files] if frozen else []
+    for name, shape in frozen.items():
+        state.add(MASTER, name, shape, cut_pieces([part[name] for part in parts], 0, prod(shape)))
+
+
+# ---- without ZeRO -------------------------------------------------------------------------------------------------
+
+
+def _read_without_zero(state: DeepSpeedState, files: list[Path], names: list[str]) -> None:
+    """Add the tensors of model states that contain the optimizer's, of one process or of each pipeline stage."""
+    models = [load_torch(file) for file in files]
+    module = models[0]["module"] or _layers(state.path, names)
+    state.buffers = {name for model in models for name in model.get("buffer_names") or ()}
+    distinct = {(x.path, x.start): name for name, x in reversed(module.items())}  # the first name of a tied weight
+    parameters = iter(
+        [name for name, x in module.items() if distinct[x.path, x.start] == name and name not in state.buffers]
+    )
+    for optimizer in (model["optimizer"] for model in models if model["optimizer"]):
+        state.take_scaler(optimizer)
+        _add_optimizer(state, optimizer, parameters, module)
+    for name, tensor in module.items():
+        if name in state.buffers or distinct[tensor.path, tensor.start] == name:
+            state.add(MASTER, name, tensor.shape, [tensor])
+
+
+def _add_optimizer(
+    state: DeepSpeedState, optimizer: dict[str, Pickled], names: Iterator[str], module: dict[str, TorchTensor]
+) -> None:
+    """Add the tensors of an optimizer, whose parameters have numbers in the order of the module's."""
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    if len(inner["param_groups"]) != 1:
+        raise ConfigError(
+            f"{state.path} is without ZeRO and has {len(inner['param_groups'])} parameter groups, so its files do not "
+            "say which parameter a moment belongs to: save it once with ZeRO stage 1"
+        )
+    states = [inner["state"][i] for i in sorted(inner["state"])]
+    state.take_steps(states, inner["param_groups"])
+    flat = optimizer.get("fp32_groups_flat")  # fp16: all of a group is one parameter
+    masters = (optimizer.get("fp32_groups") or [[]])[0]
+    start, count = 0, len(inner["param_groups"][0]["params"])
+    for i in range(count):
+        for name in names if flat else [next(names)]:
+            shape = module[name].shape
+            where = {kind: states[i][kind] for kind in _kinds(states[i])} if i < len(states) else {}
+            where |= {MASTER: flat[i]} if flat else {MASTER: masters[i]} if masters else {}
+            for kind, tensor in where.items():
+                if not flat and tensor.shape != shape:
+                    raise ValueError(f"{kind} {tensor.shape} of the optimizer's parameter {i} is not {name} {shape}")
+                state.add(kind, name, shape, cut_pieces([tensor], start if flat else 0, prod(shape)))
+            start += prod(shape)
+
+
+def _layers(path: Path, names: list[str]) -> dict[str, TorchTensor]:
+    """Return the weights of a pipeline by name: those of layer 3 begin with "3."."""
+    found: dict[str, TorchTensor] = {}
+    for match in sorted(filter(None, map(LAYER.fullmatch, names)), key=lambda match: int(match[1])):
+        found |= {f"{int(match[1])}.{name}": x for name, x in load_torch(path / match[0]).items()}
+    if not found:
+        raise ConfigError(f"{path} has no weights: neither in the model states nor in files of layers")
+    return found
+
+
+# ---- universal ----------------------------------------------------------------------------------------------------
+
+
+def _read_universal(state: DeepSpeedState) -> None:
+    """Add the tensors of a universal checkpoint: zero/NAME/KIND.pt."""
+    folder = state.path / UNIVERSAL
+    optimizer = load_torch(folder / "optimizer_state.pt") if (folder / "optimizer_state.pt").exists() else {}
+    state.take_scaler(optimizer)
+    shapes = {name: shape for group in state.model.get("param_shapes") or () for name, shape in group.items()}
+    steps: list[dict[str, Pickled]] = []
+    for file in sorted(folder.glob("*/*.pt")):
+        stored = load_torch(file)
+        if file.stem == "step":
+            steps.append({"step": stored})
+            continue
+        tensor = stored["param"] if isinstance(stored, dict) else stored
+        shape = shapes.get(file.parent.name, tensor.shape)  # stage 3's are flat, and tensor parallelism's joined
+        state.add(file.stem, file.parent.name, shape if prod(shape) == tensor.size else tensor.shape, [tensor])
+    state.take_steps(steps, optimizer.get("param_groups", []))
+    _add_others(state, state.model, [])

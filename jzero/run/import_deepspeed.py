@@ -1,0 +1,84 @@
+"""`jzero import DIR OUT`: write a DeepSpeed checkpoint as one of jzero's, or compare the names of their tensors."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import jax
+
+from jzero import checkpoint, deepspeed
+from jzero.checkpoint.restoring import Selection
+from jzero.deepspeed.import_run import wanted_tensors
+from jzero.deepspeed.zero_shards import MASTER, DeepSpeedState, read_deepspeed
+from jzero.display.text_table import text_table
+from jzero.errors import ConfigError
+from jzero.planner.named_models import named_model
+from jzero.run import progress
+from jzero.run.restore import plan_restore
+from jzero.step.train_step import TrainStep, make_train_step
+
+OF_DEVICES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "mesh")
+
+
+def main(args: Namespace) -> int:
+    """Run the command on this machine's CPU; return 1 if names are compared and differ.
+
+    Raises:
+      ConfigError: no checkpoint of DeepSpeed, no such model, or one of another model.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    path = deepspeed.find_deepspeed(args.directory, args.tag)
+    if path is None:
+        raise ConfigError(
+            f"{args.directory} is no checkpoint of DeepSpeed: pass the directory given to save_checkpoint"
+        )
+    stored = read_deepspeed(path)
+    step = make_train_step(named_model(args.model, 1)[0], args.config or _own_config(stored))
+    rename = json.loads(Path(args.rename).read_text()) if args.rename else None
+    if args.names:
+        text, differ = compare_names(stored, step, rename)
+        print(text)
+        return int(differ)
+    if not args.out:
+        raise ConfigError("jzero import DIR OUT: give a directory for the checkpoint, or --names")
+    source = deepspeed.DeepSpeedCheckpoint(path, step, jax.random.key(0), rename)
+    state = plan_restore(source, step, None, Selection())()
+    notes = progress.make_notes(step, None, source.notes["engine"], source.notes["client"])
+    print(checkpoint.save(state, args.out, notes=notes).wait())
+    return 0
+
+
+def _own_config(stored: DeepSpeedState) -> dict:
+    """Return DeepSpeed's config, for one device."""
+    config = stored.model.get("ds_config")
+    if not isinstance(config, dict):
+        raise ConfigError(f"{stored.path} does not contain its config: pass --config FILE")
+    return {key: x for key, x in config.items() if key not in OF_DEVICES}
+
+
+def compare_names(stored: DeepSpeedState, step: TrainStep, rename: deepspeed.Rename | None) -> tuple[str, bool]:
+    """Return a table of both sides' tensors, with a proposal for what is missing, and whether they differ."""
+    theirs = {name: entry.shape for name, entry in stored.tensors[MASTER].entries.items()}
+    ours = [tensor for some in wanted_tensors(step, rename).values() for tensor in some]
+    free = [name for name in theirs if name not in {tensor.name for tensor in ours}]
+    rows, proposed = [], dict[str, str]()
+    for tensor in ours:
+        shape, remark = theirs.get(tensor.name), ""
+        if shape is None:
+            alike = [name for name in free if theirs[name] == tensor.shape and name not in proposed.values()]
+            remark = "missing"
+            if alike:
+                likeness = [SequenceMatcher(None, name, tensor.name).ratio() for name in alike]
+                best = alike[likeness.index(max(likeness))]
+                remark, proposed[f"^{tensor.name.replace('.', '[.]')}$"] = f"missing; perhaps {best}", best
+        elif shape != tensor.shape:
+            remark = f"has {shape} there"
+        rows.append([tensor.leaf, tensor.name, str(tensor.shape), remark])
+    unused = [["", name, str(theirs[name]), "in DeepSpeed alone"] for name in free if name not in stored.buffers]
+    columns = ["leaf", "tensor", "shape", "remark"]
+    text = text_table(str(stored.path), columns, rows + unused, left=columns)
+    hint = f"\n--rename FILE and rename= take, for example:\n{json.dumps(proposed, indent=1)}" if proposed else ""
+    return text + hint, bool(unused) or any(row[3] for row in rows)

@@ -1,0 +1,84 @@
+"""DeepSpeed's stored checkpoints, and engines of the models that wrote them."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import make_checkpoints
+import numpy as np
+from flax import nnx
+from make_checkpoints import LLAMA, STEPS
+
+import jzero
+from models.llama import Llama, LlamaConfig
+
+ARCHIVE = Path(__file__).parent / "checkpoints.tar.xz"
+BOUND = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}  # of a loss, relative
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.fc1, self.fc2, self.fc3 = (nnx.Linear(*sizes, rngs=rngs) for sizes in ((5, 7), (7, 7), (7, 3)))
+
+    def __call__(self, x):
+        x = x.astype(self.fc1.kernel.dtype)
+        return self.fc3(nnx.relu(self.fc2(nnx.relu(self.fc1(x)))))
+
+
+def squares(outputs, targets):
+    return ((outputs.astype("float32") - targets) ** 2).mean()
+
+
+def make_model(kind, pipe=1):
+    """The model of a case, with other weights than DeepSpeed's."""
+    if kind == "llama":
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        config = LlamaConfig(
+            *(LLAMA[name] for name in names), vocab_size=LLAMA["vocab_size"], norm_eps=1e-5, rope_theta=1e4
+        )
+        return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+    if kind == "pipe":
+        spec, rest = jzero.LayerSpec, {"num_stages": pipe, "loss_fn": squares}
+        layers = [spec(nnx.Linear, 5, 7), jnp.tanh, spec(nnx.Linear, 7, 7), jnp.tanh, spec(nnx.Linear, 7, 3)]
+        return jzero.PipelineModule(layers, **rest)
+    return jzero.from_flax(MLP, lambda model, batch: squares(model(batch[0]), batch[1]))
+
+
+def about(directory):
+    """What DeepSpeed's run wrote about itself: its config, and the losses of its continuation."""
+    return json.loads((directory / "losses.json").read_text())
+
+
+def config_of(directory, stage):
+    """DeepSpeed's config at another stage, without what jzero does not know."""
+    config = about(directory)["config"]
+    config["zero_optimization"] = {"stage": stage}
+    config["optimizer"]["params"].pop("torch_adam", None)
+    return {key: x for key, x in config.items() if key not in ("zero_allow_untested_optimizer", "steps_per_print")}
+
+
+def make_engine(directory, kind, stage=1, devices=1, pipe=1, **config):
+    mesh = jzero.make_mesh(pipe=pipe, devices=jax.devices()[:devices])
+    model = make_model(kind, pipe)
+    return jzero.initialize(model=model, config=config_of(directory, stage) | config, mesh=mesh)[0]
+
+
+def batch(kind, step):
+    parts = make_checkpoints.batch(kind, step)
+    if kind == "llama":
+        tokens = parts[0].astype(np.int32)
+        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    return parts
+
+
+def continued(engine, kind, steps=STEPS):
+    """The losses of the next steps."""
+    return [float(engine.train_batch(batch(kind, STEPS + n))) for n in range(steps)]
+
+
+def unpack(to):
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(to, filter="data")
+    return to

@@ -1,0 +1,197 @@
+"""Files of `torch.save` that are damaged, cut short or written to do harm: refused in one line, and nothing runs."""
+
+import os
+import pickle
+import shutil
+import struct
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_checkpoints import STEPS
+
+import jzero
+from jzero.deepspeed.torch_files import TorchTensor, load_torch
+from jzero.deepspeed.zero_shards import read_deepspeed
+
+TAG = f"global_step{STEPS}"
+CASES = "mlp-0-fp32", "mlp-1-fp32", "mlp-2-fp16", "mlp-3-fp32", "pipe-1-fp32"
+
+
+def refused(read, path):
+    """Return the message of the error with which a path is refused; memory goes with its size, not with its numbers."""
+    peaks = []
+    for _ in range(2):  # threads of earlier tests allocate too, but not in both
+        tracemalloc.start()
+        try:
+            with pytest.raises(jzero.ConfigError) as error:
+                read(path)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*.pt")))
+    assert min(peaks) < 64 * size + 2**20  # a byte of a pickle makes an object of 48 bytes at most
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def archive(path, pickled, storages=(), compress=zipfile.ZIP_STORED, **others):
+    """Write a file as torch.save does, around any pickle."""
+    with zipfile.ZipFile(path, "w", compress) as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/byteorder", others.get("byteorder", "little"))
+        for i, storage in enumerate(storages):
+            file.writestr(f"archive/data/{i}", storage)
+        file.writestr("archive/version", "3\n")
+    return path
+
+
+class Call:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def tensor(offset=0, shape=(2,), strides=(1,), numel=2, key="0", kind="FloatStorage"):
+    """The pickle of a tensor."""
+    ints = lambda some: b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in some) + b"t"  # noqa: E731
+    text = lambda some: b"X" + struct.pack("<I", len(some)) + some.encode()  # noqa: E731
+    storage = (
+        b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu") + ints([numel])[1:-1] + b"tQ"
+    )
+    rest = ints([offset])[1:-1] + ints(shape) + ints(strides) + b"\x89}t"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest + b"R."
+
+
+FLOATS = np.arange(2, dtype=np.float32).tobytes()
+HOSTILE = {
+    "os.system": (pickle.dumps(Call(os.system, "touch /tmp/harm")), "uses posix.system"),
+    "eval": (pickle.dumps(Call(eval, "1")), "uses builtins.eval"),
+    "a reduce by protocol 4": (pickle.dumps(Call(os.getcwd), 4), "uses posix.getcwd"),
+    "inst": (b"(S'touch /tmp/harm'\nios\nsystem\n.", "is not a file of torch.save"),
+    "a call of text": (b"\x80\x02X\x02\x00\x00\x00os)R.", "calls something that is no function"),
+    "a function's attribute": (b"\x80\x02ctorch\nSize\n}b.", "sets attributes of something"),
+    "an import of a submodule": (b"\x80\x02ctorch._utils\n__builtins__\n.", "uses torch._utils.__builtins__"),
+    "a memo of 2**32": (b"\x80\x02Nr\xff\xff\xff\xff.", None),
+    "bytes of 2**62": (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".", "is not a file of torch.save"),
+    "a bytearray of 2**40": (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "is not a file of torch.save"),
+    "text of 2**31": (b"\x80\x02X" + struct.pack("<I", 2**31) + b"a.", "is not a file of torch.save"),
+    "a number of 2**31 bytes": (b"\x80\x02\x8b" + struct.pack("<I", 2**31 - 1) + b".", "is not a file of torch.save"),
+    "nested keys": (b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns.", "a key of type tuple"),
+    "a frozenset": (pickle.dumps(frozenset({1}), 4), "is not a file of torch.save"),
+    "a persistent id": (b"\x80\x02X\x01\x00\x00\x00aQ.", "is not a file of torch.save"),
+    "a huge tensor": (tensor(shape=(2**40,)), "larger than its storage"),
+    "a tensor at an offset": (tensor(offset=2**40), "larger than its storage"),
+    "a negative offset": (tensor(offset=-1), "not made of whole numbers"),
+    "a negative shape": (tensor(shape=(-2,)), "not made of whole numbers"),
+    "an expanded tensor": (tensor(shape=(2**40,), strides=(0,)), "not contiguous"),
+    "a storage that is cut": (tensor(numel=2**40), "is truncated"),
+    "no such storage": (tensor(key="../../etc/passwd"), "is not a file of torch.save"),
+    "no such type": (tensor(kind="Storage"), "uses torch.Storage"),
+    "nothing": (b"", "is not a file of torch.save"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused(tmp_path, name):
+    pickled, message = HOSTILE[name]
+    path = archive(tmp_path / "x.pt", pickled, [FLOATS])
+    if message is None:
+        assert load_torch(path) is None  # a large number of a memo costs one entry of a dict
+        return
+    assert message in refused(load_torch, path)
+    assert not Path("/tmp/harm").exists()
+
+
+def test_a_good_pickle_is_read(tmp_path):
+    """The same pickle without the harm: so the refusals above are not of the test's own archive."""
+    read = load_torch(archive(tmp_path / "x.pt", tensor(), [FLOATS]))
+    assert isinstance(read, TorchTensor)
+    assert read.read().tolist() == [0, 1]
+
+
+def test_archives_that_are_no_torch_files(tmp_path):
+    good = pickle.dumps({"a": 1}, 2)
+    assert "is compressed" in refused(
+        load_torch, archive(tmp_path / "a", good + b" " * 9999, compress=zipfile.ZIP_DEFLATED)
+    )
+    assert "big-endian" in refused(load_torch, archive(tmp_path / "b", good, byteorder="big"))
+    (tmp_path / "c").write_bytes(good)
+    assert "before PyTorch 1.6" in refused(load_torch, tmp_path / "c")
+    assert "Is a directory" in refused(load_torch, tmp_path)
+    assert "No such file" in refused(load_torch, tmp_path / "none")
+
+
+def pickles(directory):
+    return sorted(directory.rglob("*.pt"))
+
+
+def test_a_file_that_is_cut_or_changed_is_refused_or_the_same(runs_of_deepspeed, tmp_path):
+    """300 files: cut anywhere, or with bytes of the pickle or the archive's directory changed."""
+    random, refusals = np.random.default_rng(0), 0
+    for n in range(300):
+        source = runs_of_deepspeed / CASES[n % len(CASES)] / "ckpt" / TAG
+        copy = tmp_path / str(n)
+        shutil.copytree(source, copy)
+        files = [file for file in pickles(copy) if is_read(file)]
+        file = files[random.integers(len(files))]
+        data = bytearray(file.read_bytes())
+        if n % 2:
+            data = data[: random.integers(len(data))]
+        else:
+            begin, end = span_of_pickle(file)
+            for at in random.integers(begin, end, 1 + n % 3):
+                data[at] ^= 1 << random.integers(8)
+        if bytes(data) == file.read_bytes():
+            continue
+        file.write_bytes(data)
+        assert str(copy) in refused(read_deepspeed, copy)
+        refusals += 1
+        shutil.rmtree(copy)
+    assert refusals > 200
+
+
+def is_read(file):
+    """With ZeRO, the masters are read and not a pipeline's layers; at stage 3, other ranks' models have frozen ones."""
+    return "layer_" not in file.name and not (
+        "zero_pp" in file.name and "_0_mp" not in file.name and "model" in file.name
+    )
+
+
+def span_of_pickle(file):
+    """The bytes of data.pkl in a file."""
+    with zipfile.ZipFile(file) as found:
+        entry = next(one for one in found.infolist() if one.filename.endswith("data.pkl"))
+    data, head = file.read_bytes(), entry.header_offset
+    names, extra = struct.unpack("<HH", data[head + 26 : head + 30])
+    return head + 30 + names + extra, head + 30 + names + extra + entry.file_size
+
+
+@pytest.mark.parametrize("case", CASES[1:])
+def test_a_file_that_is_lost(runs_of_deepspeed, tmp_path, case):
+    for file in pickles(runs_of_deepspeed / case / "ckpt" / TAG):
+        if "layer_" in file.name or (file.name.startswith("zero_pp_rank_0") and "model" in file.name):
+            continue
+        copy = tmp_path / file.name
+        shutil.copytree(file.parent, copy)
+        (copy / file.name).unlink()
+        if case == "mlp-3-fp32" and "model" in file.name:
+            assert read_deepspeed(copy).steps == STEPS  # the other ranks' model states have frozen parameters alone
+            continue
+        message = refused(read_deepspeed, copy)
+        assert "lacks" in message or "ranks wrote it" in message or "has no file" in message or "complete" in message
+
+
+def test_what_pickles_hold_is_not_trusted(runs_of_deepspeed, tmp_path):
+    """A list that contains itself a billion times is no client_state, and text is no counter."""
+    model = {"module": {}, "optimizer": None, "global_steps": "a", "global_samples": 0, "skipped_steps": 0}
+    archive(tmp_path / "mp_rank_00_model_states.pt", pickle.dumps(model, 2))
+    assert "must be whole numbers" in refused(read_deepspeed, tmp_path)
+    archive(tmp_path / "mp_rank_00_model_states.pt", pickle.dumps([1], 2))
+    assert "is not a complete checkpoint" in refused(read_deepspeed, tmp_path)

@@ -1,0 +1,103 @@
+"""Names, the command `jzero import`, and what does not fit."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from stored_runs import BOUND, about, continued, make_engine
+
+import jzero
+from jzero.cli import main
+from jzero.deepspeed import find_deepspeed
+
+HERE = "my_mlp:make_model"
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+
+
+def test_the_command_writes_a_checkpoint(runs_of_deepspeed, tmp_path, capsys, here):
+    directory = runs_of_deepspeed / "mlp-3-fp32"
+    assert main(["import", str(directory / "ckpt"), str(tmp_path), "--model", HERE]) == 0
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/global_step20\n")
+    engine = make_engine(directory, "mlp", 2, 8)
+    assert engine.load_checkpoint(tmp_path)[1] == {"epoch": 3, "note": "twenty"}
+    assert engine.global_samples == 160
+    np.testing.assert_allclose(continued(engine, "mlp"), about(directory)["after"], rtol=BOUND["fp32"])
+
+
+def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, here):
+    """A file that the printed proposal makes turns our names into DeepSpeed's."""
+    arguments = ["import", str(runs_of_deepspeed / "pipe-1-fp32" / "ckpt"), "--names", "--model", HERE]
+    assert main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "fc1.kernel" in printed
+    assert "missing; perhaps 0.weight" in printed
+    proposal = tmp_path / "rename.json"
+    proposal.write_text(printed[printed.index("\n{") :])
+    assert {**json.loads(proposal.read_text())}["^fc3[.]weight$"] == "4.weight"
+    assert main([*arguments, "--rename", str(proposal)]) == 0
+
+
+def test_other_names(runs_of_deepspeed):
+    """A pattern or a function; the model is the same, under other names in a pipeline's files."""
+    directory = runs_of_deepspeed / "pipe-1-fp32"
+    number = {"fc1": "0", "fc2": "2", "fc3": "4"}
+    found = []
+    for rename in ({"^fc1": "0", "^fc2": "2", "^fc3": "4"}, lambda name: number[name[:3]] + name[3:]):
+        engine = make_engine(directory, "mlp")
+        engine.load_checkpoint(directory / "ckpt", rename=rename)
+        found.append(jax.tree.map(np.asarray, engine.state.params))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, *found)))
+
+
+def test_another_model_is_refused(runs_of_deepspeed):
+    engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
+    with pytest.raises(jzero.ConfigError, match=r"another model: missing fc1\.bias .*--names"):
+        engine.load_checkpoint(runs_of_deepspeed / "pipe-1-fp32" / "ckpt")
+    with pytest.raises(jzero.ConfigError, match="is no checkpoint of DeepSpeed"):
+        engine.load_checkpoint(runs_of_deepspeed, tag="none", rename={"a": "b"})
+    assert engine.global_steps == 0
+
+
+def test_another_optimizer(runs_of_deepspeed):
+    """SGD's momentum is not Adam's moment; without the optimizer's state the masters and the schedule go on."""
+    directory = runs_of_deepspeed / "mlp-1-sgd"
+    engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
+    with pytest.raises(jzero.ConfigError, match=r"belongs to another model or optimizer: .*mu"):
+        engine.load_checkpoint(directory / "ckpt")
+    engine.train_batch((np.zeros((8, 5), "f4"), np.zeros((8, 3), "f4")))
+    engine.load_checkpoint(directory / "ckpt", load_optimizer_states=False)
+    np.testing.assert_allclose(continued(engine, "mlp", 1), about(directory)["after"][:1], rtol=BOUND["fp32"])
+
+
+def test_the_directory_of_a_tag(runs_of_deepspeed, tmp_path):
+    """The checkpoint itself, its tag, and the weights alone; a tag of jzero may be "zero", as a universal folder."""
+    (tmp_path / "jzero" / "zero").mkdir(parents=True)
+    assert find_deepspeed(tmp_path / "jzero") is None
+    directory = runs_of_deepspeed / "mlp-2-fp32"
+    shutil.copytree(directory / "ckpt" / "global_step20", tmp_path / "mine")
+    engine = make_engine(directory, "mlp")
+    for arguments in ((tmp_path / "mine",), (tmp_path, "mine")):
+        assert engine.load_checkpoint(*arguments, load_module_only=True)[0].endswith("mine")
+    assert engine.global_steps == 0
+    assert abs(continued(engine, "mlp", 1)[0] / about(directory)["after"][0] - 1) < BOUND["fp32"]
+
+
+@pytest.mark.parametrize("other", ["Lamb", "Lion"])
+def test_optimizers_that_name_their_moments_like_adam(runs_of_deepspeed, other):
+    """DeepSpeed's Lamb and Lion keep exp_avg (and exp_avg_sq), so Adam's file stands for theirs."""
+    directory, found = runs_of_deepspeed / "mlp-1-fp32", {}
+    for kind in ("Adam", other):
+        engine = make_engine(directory, "mlp", optimizer={"type": kind, "params": {"lr": 0.02}})
+        engine.load_checkpoint(directory / "ckpt")
+        leaves = jax.tree_util.tree_leaves_with_path(engine.state.opt_state)
+        found[kind] = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    same = found["Adam"].keys() & found[other].keys()
+    assert sum("mu" in name for name in same) == 6
+    assert all(np.array_equal(found["Adam"][name], found[other][name]) for name in same)
+    assert all(np.any(found[other][name]) for name in same)
