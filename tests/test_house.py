@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46707,
+    "lines": 46780,
     "files": 254,
-    "statements": 27286,
+    "statements": 27333,
     "Any": 1180,
     "rooms": 38,
     "floors": 15,
