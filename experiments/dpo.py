@@ -24,8 +24,8 @@ from experiments.finetune_lora import answers, read_dataset
 from experiments.show import before_and_after, dataset_name, downloaded_model, finish, options, read_config
 from experiments.tiny_chat import COLORS, FRIENDLY, LENGTH, PLAIN, QUESTIONS, chats, make_model
 from jzero.data import DataLoader, Pairs, RepeatingLoader
+from models import config_from_hf
 from models.decoder import Decoder
-from models.families import from_hf
 
 SIDES = ("chosen", "rejected")
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     pairs = Pairs(read_dataset(args.data) if args.data else tiny_pairs(), tokenizer, length=args.length)
 
     Preferring.beta = args.beta
-    shape = from_hf(directory)
+    shape = config_from_hf(directory)
     model = jzero.from_flax(lambda rngs: Preferring(shape, rngs=rngs), has_aux=True)
     engine, *_ = jzero.initialize(model=model, config=config)
     engine.load_weights(directory)

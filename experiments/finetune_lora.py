@@ -22,8 +22,7 @@ from experiments.show import before_and_after, dataset_name, downloaded_model, f
 from experiments.tiny_chat import LENGTH, PIRATE, QUESTIONS, chats, make_model
 from jzero.data import Chat
 from jzero.errors import one_line
-from models.decoder import Decoder
-from models.families import from_hf
+from models import from_hf
 from models.lora import LoRAConfig
 
 
@@ -42,8 +41,7 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     # 2. The model: the download's shape with adapters beside all of its matrices, and its weights.
     lora = LoRAConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear")
-    shape = from_hf(directory, lora=lora)
-    model = jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+    model = from_hf(directory, lora=lora)
     engine, *_ = jzero.initialize(model=model, config=config, training_data=data)
     engine.load_weights(directory)  # the adapters are not in there: they start as they are, without effect
 

@@ -1,4 +1,4 @@
-"""Attention for all models: rotary positions, caches, masks, and the product itself.
+"""Attention for all models: caches, masks, and the product itself.
 
 Shape suffixes:
 
@@ -9,12 +9,10 @@ Shape suffixes:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jzero.attention_kernels import FLASH, Attend, attention
@@ -71,67 +69,6 @@ class Decoding(NamedTuple):
         if self.padding_B is not None:
             near_11T = near_11T & (jnp.arange(T) >= self.padding_B[:, None, None])
         return near_11T[:, None]
-
-
-# ------------------------------------------------------------------------------------------- positions
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those of pretraining.
-
-    "linear" divides all by `factor` (Chen et al., arXiv:2306.15595). "llama3" divides those whose wavelength is longer
-    than `original / low`, keeps those shorter than `original / high`, and interpolates between (Llama 3.1).
-    """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low: float = 1.0
-    high: float = 4.0
-    original: int = 8192  # positions in pretraining
-
-    def __call__(self, frequency: jax.Array) -> jax.Array:
-        if self.kind == "linear":
-            return frequency / self.factor
-        turns = self.original * frequency / (2 * np.pi)
-        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
-        return frequency * (kept + (1 - kept) / self.factor)
-
-
-def frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """Compute the angles per position [C / 2], float32."""
-    half = width // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return scaling(frequency) if scaling else frequency
-
-
-def rope(x_BSHC: jax.Array, theta: float | jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
-    """Rotate queries or keys by their positions, rotate-half convention (Su et al., arXiv:2104.09864).
-
-    The angles are float32: in half precision, the angles of distant positions would round to the same value.
-
-    Args:
-      x_BSHC: queries or keys.
-      theta: the base of the frequencies, or the `frequencies` themselves.
-      positions_BS: default: 0 to S - 1.
-    """
-    frequency = theta if isinstance(theta, jax.Array) else frequencies(x_BSHC.shape[-1], theta)
-    positions = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32) if positions_BS is None else positions_BS
-    angle_S1C = positions.astype(jnp.float32)[..., None, None] * frequency
-    cos, sin = jnp.cos(angle_S1C), jnp.sin(angle_S1C)
-    a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
-
-
-def segment_positions(segments_BS: jax.Array) -> jax.Array:
-    """Number the tokens of each segment from 0, for embeddings of absolute positions in packed rows.
-
-    >>> segment_positions(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
-    [[0, 1, 0, 1, 2, 0]]
-    """
-    index = jnp.arange(segments_BS.shape[1])
-    begins = jnp.pad(segments_BS[:, 1:] != segments_BS[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 # ------------------------------------------------------------------------------------------- the product

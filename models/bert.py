@@ -5,8 +5,6 @@ Shape suffixes: B batch, S sequence, D model width, V vocabulary, padded.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,7 @@ from jzero.attention_kernels import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Hidden, segment_positions
+from .attention import Carry, Hidden
 from .blocks import (
     DIVIDED,
     FUSED,
@@ -35,8 +33,9 @@ from .blocks import (
     stacked,
 )
 from .decoder_config import check_fields, padded
-from .downloads import Download, require
-from .families import embedding
+from .downloads import ADVICE, Download, require
+from .rope import segment_positions
+from .tensor_names import embedding
 from .vocabulary import check_tokens
 
 
@@ -56,10 +55,9 @@ class BertConfig(BlockConfig):
         return padded(self.vocab_size, self.pad_vocab_to)
 
 
-def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> BertConfig:
-    """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
+def read_config(download: Download, **changes: Any) -> BertConfig:
+    """Read the shape from a config.json of `transformers`."""
     check_fields(BertConfig, changes)
-    download = Download.read(source, "bert")
     there = download.config
     names = {
         "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
@@ -179,6 +177,6 @@ class Bert(nnx.Module):
             "ignored": [
                 "bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.*", "bert.embeddings.position_ids"
             ],
-            "advice": "build the model from these files: Bert(jzero.models.bert.from_hf(DIR), rngs=rngs)",
+            "advice": ADVICE,
             "tensors": rows,
         }  # fmt: skip

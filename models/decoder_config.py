@@ -13,10 +13,10 @@ from jzero.attention_kernels import FLASH, FLASH_WIDTH, Attend, cudnn_obstacle
 from jzero.errors import ConfigError
 from jzero.values.kinds import closest
 
-from .attention import RopeScaling
 from .downloads import Download
 from .lora import LoRAConfig
 from .moe import MixtureConfig
+from .rope import RopeScaling
 
 
 def padded(size: int, multiple: int) -> int:
@@ -54,15 +54,22 @@ class DecoderConfig:
       pad_vocab_to: the embedding and the head get a multiple of this many rows; the loss ignores the additional ones,
         and files do not have them.
       rope_scaling: stretches the frequencies of rope_theta.
-      qkv_bias: queries, keys and values have biases (Qwen2).
-      qk_norm: queries and keys are normalised per head (Qwen3, Gemma 3).
+      partial_rotary: the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi, StableLM).
+      interleaved_rope: neighbours are rotated together, and not one dimension of each half (Cohere, GLM).
+      rope_layers: which layers have RoPE, repeated: (True, True, True, False) for SmolLM3; default: all.
+      qkv_bias, out_bias, mlp_bias: which matrices have biases (Qwen2: queries, keys and values).
+      qk_norm: queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for
+        each (Cohere, StableLM), or over all heads together (OLMo 2).
       window: tokens see only the last `window` tokens (Mistral).
-      global_every: every n-th layer has no window (Gemma 2: 2, Gemma 3: 6).
-      local_theta: the RoPE base of the layers with a window, if there are others; default: rope_theta, scaled.
-      norm_offset: the norms' parameters are their scales minus one (Gemma).
-      post_norms: attention and feed-forward layers also end with a norm (Gemma 2 and 3).
-      embed_scale: embeddings are multiplied by d_model ** 0.5 (Gemma).
-      query_scalar: attention's scores are divided by its square root; default: head_dim.
+      global_layers: which layers have no window, repeated: (False, True) for Gemma 2; default: none.
+      local_theta: the RoPE base of the layers with a window, without scaling; default: as the others.
+      norm: "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
+      norms: where attention and feed-forward layers have them: before, after the layer (OLMo 2), or both (Gemma 2).
+      parallel: attention and feed-forward layer see the same input, with one norm (Cohere) or one each (GPT-NeoX).
+      gated: the feed-forward layer is down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x))).
+      embed_scale, residual_scale, logit_scale: multiply the embeddings (Gemma, Granite), the outputs of attention and
+        feed-forward layers (Granite), and the logits (Cohere, Granite).
+      attention_scale: multiplies attention's scores; default: head_dim ** -0.5.
       attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
       loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
         very long sequences; see `jzero.tiled`.
@@ -85,16 +92,25 @@ class DecoderConfig:
     head_width: int | None = None
     pad_vocab_to: int = 1
     rope_scaling: RopeScaling | None = None
+    partial_rotary: float = 1.0
+    interleaved_rope: bool = False
+    rope_layers: tuple[bool, ...] | None = None
     qkv_bias: bool = False
-    qk_norm: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["shared", "each", "all"] | None = None
     window: int | None = None
-    global_every: int | None = None
+    global_layers: tuple[bool, ...] | None = None
     local_theta: float | None = None
-    norm_offset: bool = False
-    post_norms: bool = False
-    embed_scale: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    query_scalar: float | None = None
+    norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "rms"
+    norms: Literal["before", "after", "both"] = "before"
+    parallel: Literal["one_norm", "two_norms"] | None = None
+    gated: bool = True
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     loss_tiles: int = 1
@@ -108,12 +124,16 @@ class DecoderConfig:
         for words, whole, part in (
             ("num_heads must divide d_model", self.d_model if self.head_width is None else 0, self.num_heads),
             ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),
-            ("2 must divide the width of a head, for RoPE", self.head_dim, 2),
+            ("2 must divide the rotated width of a head, for RoPE", self.rotary_width, 2),
         ):
             if whole % part:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
-        if self.global_every and not self.window:
-            raise ConfigError(f"{name}: global_every = {self.global_every} needs a window, for the other layers")
+        if self.global_layers and not self.window:
+            raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
+        if self.parallel and self.norms != "before":
+            raise ConfigError(f"{name}: parallel = {self.parallel!r} needs norms = 'before', not {self.norms!r}")
+        if self.mixture and not self.gated:
+            raise ConfigError(f"{name}: gated = False: experts are gated; leave it out")
         alone = {"gate_proj", "up_proj", "down_proj"} & set(self.lora.target_modules if self.lora else ())
         if self.mixture and alone:
             raise ConfigError(
@@ -152,6 +172,16 @@ class DecoderConfig:
         return self.d_model // self.num_heads if self.head_width is None else self.head_width
 
     @property
+    def rotary_width(self) -> int:
+        """The dimensions of a head that RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary)
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether a layer's index decides what it computes."""
+        return bool(self.global_layers or self.rope_layers)
+
+    @property
     def vocab_rows(self) -> int:
         """The rows of the embedding, padding included."""
         return padded(self.vocab_size, self.pad_vocab_to)
@@ -159,19 +189,27 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
-        ends = self.d_model * (1 + self.vocab_rows * (1 if self.tied else 2))
+        ends = self.d_model * self.vocab_rows * (1 if self.tied else 2) + self._norm_parameters
         return self.num_layers * self.layer_parameters() + ends
+
+    @property
+    def _norm_parameters(self) -> int:
+        return self.d_model * (2 if self.norm == "layer" else 1)
 
     def layer_parameters(self, *, active: bool = False) -> int:
         """Count the parameters of a layer; `active`: those that a token uses."""
-        mixture, wide = self.mixture, 3 * self.d_ff
+        mixture, matrices = self.mixture, 3 if self.gated else 2
+        wide = matrices * self.d_ff
         if mixture:
             experts = mixture.top_k if active else mixture.num_experts
-            wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared)
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        norms = self.d_model * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
-        biases = (heads - self.num_heads) * self.head_dim if self.qkv_bias else 0
-        return self.d_model * (heads * self.head_dim + wide) + norms + biases
+            wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared) + mixture.shared_gate
+        heads, keys = self.num_heads, self.num_heads + self.num_kv_heads
+        norms = {"before": 2, "after": 2, "both": 4}[self.norms] - (self.parallel == "one_norm")
+        scales = {None: 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
+        biases = (heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias + self.d_model * self.out_bias
+        biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
+        matrix = self.d_model * (2 * keys * self.head_dim + wide)
+        return matrix + norms * self._norm_parameters + scales * self.head_dim + biases
 
     def flops_per_token(self, sequence: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
@@ -181,6 +219,7 @@ class DecoderConfig:
         """
         used = self.num_layers * self.layer_parameters(active=True) + self.d_model * (1 + self.vocab_rows)
         window = min(self.window or sequence, sequence)
-        wide = self.num_layers // self.global_every if self.global_every else 0 if self.window else self.num_layers
+        pattern = self.global_layers or (not self.window,)
+        wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))
         keys = wide * sequence / 2 + (self.num_layers - wide) * (window - window**2 / (2 * sequence))
         return 6.0 * used + 12.0 * self.num_heads * self.head_dim * keys

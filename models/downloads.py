@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jzero.errors import ConfigError, no_such_directory
+from jzero.weights.load import from_cache
 
 TEXT = {"gemma3": "gemma3_text"}  # models with text_config -> their text decoder
+ADVICE = "build the model from these files: jzero.models.from_hf(DIR)"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The classes that are written, the dtype and the files of an export may differ; layer_types are those of the layers.
 OWN = {"architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", "layer_types"}
@@ -30,20 +32,18 @@ class Download:
     directory: str | None = None
 
     @classmethod
-    def read(cls, source: str | os.PathLike | Mapping[str, Any], model_type: str | None = None) -> Download:
-        """Read a config.json: the file, its directory, or its content.
+    def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Download:
+        """Read a config.json: the file, its directory, the name of a model in the Hub's local cache, or the content.
 
         Raises:
-          ConfigError: it cannot be read, or has another model_type.
+          ConfigError: it cannot be read.
         """
         directory = None
         if isinstance(source, Mapping):
             there = dict(source)
         else:
-            path = Path(source)
+            path = from_cache(source)
             there, directory = _read(path), os.path.abspath(path if os.path.isdir(path) else path.parent)
-        if model_type is not None and there.get("model_type") != model_type:
-            raise ConfigError(f"config.json has model_type = {there.get('model_type')!r}: must be {model_type}")
         return cls(_text_decoder(there), directory)
 
     def table(self, vocab_size: int | None = None, without: Collection[str] = ()) -> dict[str, Any]:

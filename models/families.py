@@ -1,71 +1,121 @@
-"""Families of decoders in the `transformers` library: their differences, their config.json, the names of their weights.
+"""Families of decoders in the `transformers` library: one row for each, and the reading and writing of config.json.
 
-config = from_hf("Qwen3-8B")  # a download's directory
-model = jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
-engine.load_weights("Qwen3-8B")
+A row names what differs from Llama: the fields that a family always has, the keys of config.json that decide others,
+the values of keys that config.json may lack, and the names of the weights.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jzero.errors import ConfigError
 
-from .attention import RopeScaling
 from .decoder_config import DecoderConfig, check_fields
-from .downloads import TEXT, Download
+from .downloads import ADVICE, Download
+from .layer_patterns import KINDS, patterns_json, patterns_of
 from .lora import adapters_table
-from .moe_families import NAMES, lacking, mixture_json, mixture_of, mixture_rows
+from .moe_families import mixture_json, mixture_of
+from .rope_json import rope_json, rope_of
+from .tensor_names import tensor_rows
 
-# The fields in which families differ, with the values that Llama has.
-DIFFERENCES: dict[str, Any] = {
-    "rope_scaling": None, "qkv_bias": False, "qk_norm": False, "window": None, "global_every": None,
-    "local_theta": None, "norm_offset": False, "post_norms": False, "embed_scale": False, "activation": "silu",
-    "query_scalar": None, "attention_softcap": None, "logit_softcap": None, "mixture": None,
+# A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is).
+Keys = dict[str, str | tuple[str, float]]
+SIZES: Keys = {
+    "d_model": "hidden_size", "d_ff": "intermediate_size", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "vocab_size": "vocab_size",
 }  # fmt: skip
-ABSENT = {"rope_theta": 10_000.0, "rope_type": "default"}
+KEYS: Keys = {**SIZES, "num_kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family: its class in `transformers`, the fields that it always has, and those that it may have."""
+    """A family: its class in `transformers`, and in what it differs from Llama.
+
+    Attributes:
+      fixed: the fields that it always has.
+      keys: of config.json, for fields that it may have.
+      absent: the values of keys that config.json lacks.
+      needs: the only values of keys that the decoder has.
+      names: of the weights, see tensor_names.py.
+      aliases, ignored: see jzero.weights.name_map.
+    """
 
     architecture: str
     fixed: dict[str, Any] = field(default_factory=dict)
-    free: tuple[str, ...] = ()
-    absent: dict[str, Any] = field(default_factory=lambda: dict(ABSENT))  # of keys missing in config.json
-    aliases: dict[str, str] = field(default_factory=dict)  # see jzero.weights.name_map, as the next
+    keys: Keys = field(default_factory=dict)
+    absent: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    needs: dict[str, Any] = field(default_factory=dict)
 
 
-GEMMA = {"norm_offset": True, "embed_scale": True, "activation": "gelu_tanh"}
-GEMMA2 = ("window", "global_every", "query_scalar", "attention_softcap", "logit_softcap")
+BIAS: Keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+EPS: Keys = {"norm_eps": "layer_norm_eps"}
+GEMMA = {"norm": "offset_rms", "activation": "gelu_tanh"}
+GEMMA_KEYS: Keys = {**BIAS, "embed_scale": ("hidden_size", 0.5)}
+GEMMA2: Keys = {
+    **GEMMA_KEYS,
+    "attention_scale": ("query_pre_attn_scalar", -0.5),
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
+TIED = {"tie_word_embeddings": True}
+SLIDING = {"use_sliding_window": False}
+SANDWICH = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+OLMO = {"norms": "after", "qk_norm": "all"}
+COHERE = {"norm": "layer_unbiased", "parallel": "one_norm", "interleaved_rope": True}
+GRANITE: Keys = {
+    **BIAS,
+    "embed_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logit_scale": ("logits_scaling", -1),
+}
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", {}, ("rope_scaling",)),
-    "mistral": Family("MistralForCausalLM", {}, ("rope_scaling", "window")),
-    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, ("rope_scaling", "window")),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, ("rope_scaling", "window")),
-    "mixtral": Family("MixtralForCausalLM", {}, ("rope_scaling", "window", "mixture")),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": True}, ("rope_scaling", "window", "mixture")),
-    "gemma": Family("GemmaForCausalLM", GEMMA),
-    "gemma2": Family("Gemma2ForCausalLM", {**GEMMA, "post_norms": True}, GEMMA2),
+    "llama": Family("LlamaForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"}),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, absent=SLIDING),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": "shared"}, BIAS, {**SLIDING, "head_dim": 128}),
+    "mixtral": Family("MixtralForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": "shared"}, BIAS, SLIDING),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", {}, {"qkv_bias": "qkv_bias"}, {**SLIDING, "qkv_bias": True}, needs=SLIDING
+    ),
+    "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {**GEMMA, "norms": "both"},
+        GEMMA2,
+        {**TIED, "head_dim": 256, "sliding_window_pattern": 2},
+        SANDWICH,
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        {**GEMMA, "post_norms": True, "qk_norm": True},
-        (*GEMMA2, "local_theta", "rope_scaling"),
-        # RoPE's lie one level deeper in files of transformers 5; the text_config of a download has what differs from
-        # the class only.
+        {**GEMMA, "norms": "both", "qk_norm": "shared"},
+        GEMMA2,
+        # The text_config of a download has what differs from the class only.
         absent={
+            **TIED,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "vocab_size": 262_208,
             "sliding_window": 4096,
+            "sliding_window_pattern": 6,
             "query_pre_attn_scalar": 256,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
         },
+        names=SANDWICH,
         aliases={r"^(language_model\.model|model\.language_model)\.": "model."},
         ignored=(
             "vision_tower.*",
@@ -75,130 +125,144 @@ FAMILIES = {
             "language_model.lm_head.weight",
         ),
     ),
-}
-ADVICE = "build the model from these files: Decoder(jzero.models.families.from_hf(DIR), rngs=rngs)"
+    "phi3": Family(
+        "Phi3ForCausalLM", absent={"rms_norm_eps": 1e-5},
+        names={"qkv": "self_attn.qkv_proj[part]", "gate_up": "mlp.gate_up_proj"},
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", OLMO, BIAS, {"rms_norm_eps": 1e-5}, SANDWICH),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        OLMO,
+        BIAS,
+        {
+            "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0,
+            "rope_local_base_freq": None,
+        },
+        SANDWICH,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"},
+        {**TIED, **SLIDING, "no_rope_layer_interval": 4, "rope_theta": 2_000_000.0},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", {}, {**GRANITE, "mlp_bias": "mlp_bias"}, {"attention_multiplier": 1.0}
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM", {}, {**GRANITE, "d_ff": "shared_intermediate_size"},
+        {
+            "attention_multiplier": 1.0, "num_local_experts": 8, "position_embedding_type": "none",
+            "layer_types": ("mamba",),
+        },
+        {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        needs={"num_local_experts": 0},
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM", {"norm": "layer"},
+        {**EPS, "qkv_bias": "use_qkv_bias", "qk_norm": "qk_layernorm", "parallel": "use_parallel_residual"},
+        {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        {"q_norm": "self_attn.q_layernorm.norms.{head}", "k_norm": "self_attn.k_layernorm.norms.{head}"},
+    ),
+    "cohere": Family(
+        "CohereForCausalLM", COHERE, {**EPS, **BIAS, "qk_norm": "use_qk_norm", "logit_scale": "logit_scale"},
+        {**TIED, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM", COHERE, {**EPS, **BIAS, "logit_scale": "logit_scale"},
+        {
+            **TIED, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "sliding_window": 4096, "sliding_window_pattern": 4,
+            "global_layers_have_rope": False,
+        },
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM", {"norms": "both", "interleaved_rope": True}, {"qkv_bias": "attention_bias"},
+        {"partial_rotary_factor": 0.5, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7},
+        {
+            "attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm",
+            "gate_up": "mlp.gate_up_proj",
+        },
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", {"norm": "layer", "gated": False, "mlp_bias": True},
+        {**EPS, **BIAS, "parallel": "use_parallel_residual"},
+        {"attention_bias": True, "use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
+         "rotary_pct": 0.25},
+        {
+            "embed": "gpt_neox.embed_in", "layer": "gpt_neox.layers.{layer}.", "norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out", "qkv": "attention.query_key_value", "out": "attention.dense",
+            "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
+        },
+        {r"^lm_head\.": "embed_out."},
+        ("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias",
+         "gpt_neox.layers.*.attention.rotary_emb.inv_freq"),
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM", {"norm": "layer", "gated": False},
+        {"norm_eps": "norm_epsilon", "qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"},
+        {**TIED, "use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
+        {"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    ),
+}  # fmt: skip
+# What a flag of config.json stands for.
+MEANINGS = {
+    ("stablelm", "qk_norm"): "each", ("cohere", "qk_norm"): "each", ("stablelm", "parallel"): "one_norm",
+    ("gpt_neox", "parallel"): "two_norms",
+}  # fmt: skip
+REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
+# The fields that files do not have.
+OURS = ("attention", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download", "family")
 
 
 # ------------------------------------------------------------------------------------------- config.json -> config
 
 
-def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> DecoderConfig:
+def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     """Read the shape of a decoder from a config.json of `transformers`, versions 4 and 5.
 
-    Args:
-      source: the file, its directory, or its content.
-      changes: to fields of the result, such as attention="xla" or pad_vocab_to=128.
-
     Raises:
-      ConfigError: the file cannot be read, or describes what the decoder lacks; all problems at once.
+      ConfigError: it describes what the decoder lacks; all problems at once.
 
     >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    >>> from_hf({"model_type": "qwen2", "vocab_size": 64, **shape}).qkv_bias
+    >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
     True
     """
     check_fields(DecoderConfig, changes)
-    download = Download.read(source)
-    name = download.config.get("model_type")
-    if name not in FAMILIES:
-        raise ConfigError(
-            f"config.json has model_type = {name!r}: must be one of {', '.join([*FAMILIES, *TEXT])}; gpt2, bert and "
-            "vit have a from_hf in models/gpt2.py, models/bert.py and models/vit.py"
-        )
+    name = download.config["model_type"]
     family = FAMILIES[name]
-    there = {**family.absent, **download.config}
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in sizes if key not in there]
-    problems = [f"config.json has no {key}" for key in missing] + _unsupported(there)
+    there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
+    there |= {key: value for key, value in download.config.items() if value is not None or key == "sliding_window"}
+    keys: Keys = {**KEYS, **family.keys}
+    problems = [f"config.json has no {keys[field]}" for field in SIZES if keys[field] not in there]
+    lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
+    problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
+    if other := set(there.get("layer_types", ())) - {*KINDS.values(), "attention"}:
+        problems.append(f"config.json has layer_types {', '.join(sorted(other))}: models/decoder.py does not have them")
+    allowed = [key for key, kind in ACTIVATIONS.items() if "activation" not in family.fixed or kind.startswith("gelu")]
+    for key in ("hidden_act", "hidden_activation"):
+        if there.get(key, allowed[0]) not in allowed:
+            problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
     if problems:
         raise ConfigError(*problems)
-    heads, layers = there["num_attention_heads"], there["num_hidden_layers"]
-    windows = _windows(there)
-    rope, local = _rope(there, family)
-    found: dict[str, Any] = {"rope_scaling": _scaling(rope), "mixture": mixture_of(there), **windows}
-    if windows.get("global_every"):
-        found["local_theta"] = local
-    found["query_scalar"] = there.get("query_pre_attn_scalar")
-    found["attention_softcap"] = there.get("attn_logit_softcapping")
-    found["logit_softcap"] = there.get("final_logit_softcapping")
-    width = there.get("head_dim") or DEFAULT_HEADS.get(name)
-    shape = {
-        "num_layers": layers,
-        "d_model": there["hidden_size"],
-        "num_heads": heads,
-        "num_kv_heads": there.get("num_key_value_heads") or heads,
-        "d_ff": there["intermediate_size"],
-        "vocab_size": there["vocab_size"],
-        "tied": there.get("tie_word_embeddings", name.startswith("gemma")),
-        "rope_theta": float(rope["rope_theta"]),
-        "norm_eps": there.get("rms_norm_eps", 1e-6),
-        "family": name,
-        "head_width": None if width is None or width * heads == there["hidden_size"] else width,
-        "download": download,
-    }
-    of_family = {key: value for key, value in found.items() if key in family.free}
-    return DecoderConfig(**{**shape, **family.fixed, **of_family, **changes})
+    there.setdefault("num_key_value_heads", there["num_attention_heads"])
+    found = {field: _value(there, name, field, key) for field, key in keys.items()}
+    width, heads = there.get("head_dim"), found["num_heads"]
+    if width and width * heads != found["d_model"]:
+        found["head_width"] = width
+    scale = found.get("attention_scale")
+    if scale == (width or found["d_model"] // heads) ** -0.5:
+        del found["attention_scale"]  # the default
+    found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there)}
+    found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
+    found |= rope_of(there, found["global_layers"] is not None)
+    return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
 
 
-DEFAULT_HEADS = {"qwen3": 128, "gemma": 256, "gemma2": 256}  # where config.json does not have one
-
-
-def _unsupported(there: Mapping[str, Any]) -> list[str]:
-    """List what the file asks for and the decoder does not have."""
-    problems = []
-    for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention", "quantization_config"):
-        if there.get(key):
-            problems.append(f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it")
-    allowed = ("gelu_pytorch_tanh", "gelu") if there["model_type"].startswith("gemma") else ("silu",)
-    for key in ("hidden_act", "hidden_activation"):
-        if there.get(key) not in (None, *allowed):
-            problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
-    return problems
-
-
-def _rope(there: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], float]:
-    """Return RoPE's parameters, of layers without a window, and the theta of those with one."""
-    rope = there.get("rope_parameters") or {}
-    local = there.get("rope_local_base_freq", 10_000.0)
-    if "full_attention" in rope:
-        local = rope.get("sliding_attention", {}).get("rope_theta", local)
-        rope = rope["full_attention"]
-    theta = there.get("rope_theta") or family.absent.get("rope_theta", 1_000_000.0)
-    return {"rope_theta": theta, **(there.get("rope_scaling") or {}), **rope}, local
-
-
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(f"config.json has rope_type = {kind!r}: must be default, linear or llama3")
-    if kind == "linear":
-        return RopeScaling("linear", rope["factor"])
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    return RopeScaling("llama3", rope["factor"], low, high, rope["original_max_position_embeddings"])
-
-
-def _windows(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return window and global_every."""
-    layers, window = there["num_hidden_layers"], there.get("sliding_window")
-    name = there["model_type"]
-    if not window or (name.startswith("qwen") and not there.get("use_sliding_window")):
-        return {}
-    kinds = there.get("layer_types")
-    if kinds is None:
-        every = {"gemma2": 2, "gemma3_text": there.get("sliding_window_pattern", 6)}.get(name)
-        first = there.get("max_window_layers", 0) if name.startswith("qwen") else 0
-        wide = [i < first or bool(every and (i + 1) % every == 0) for i in range(layers)]
-    else:
-        wide = [kind == "full_attention" for kind in kinds]
-    every = wide.index(True) + 1 if True in wide else None
-    if wide == [True] * layers:
-        return {}
-    if wide != [bool(every and (i + 1) % every == 0) for i in range(layers)]:
-        raise ConfigError(f"config.json has layer_types {kinds or wide}: global layers must be every n-th layer")
-    if every is None and name.startswith("gemma"):
-        every = {"gemma2": 2, "gemma3_text": there.get("sliding_window_pattern") or 6}[name]  # none of the first layers
-    return {"window": window, "global_every": every}
+def _value(there: Mapping[str, Any], name: str, field: str, key: str | tuple[str, float]) -> Any:
+    """Return a field's value; None if config.json does not have it."""
+    key, power = (key, 1) if isinstance(key, str) else key
+    value = there.get(key)
+    if (name, field) in MEANINGS:
+        return MEANINGS[name, field] if value else None
+    return value if power == 1 or value is None else value**power
 
 
 # ------------------------------------------------------------------------------------------- config -> config.json
@@ -213,32 +277,34 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     family = FAMILIES.get(config.family)
     if family is None:
         raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
-    wrong = [
-        f"{key}={getattr(config, key)!r}"
-        for key, plain in DIFFERENCES.items()
-        if key not in family.free and getattr(config, key) != family.fixed.get(key, plain)
-    ]
-    if config.family in NAMES:
-        wrong += lacking(config.mixture) if config.mixture else ["mixture=None"]
-    if wrong:
+    content = config_json(config, family)
+    if wrong := _lost(config, content):
         return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
     may_differ = [
         "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
         "head_dim",  # the tensors' shapes imply it
         "rope_parameters",  # its entries are compared individually
+        "max_window_layers",
     ]  # fmt: skip
     if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
         may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
+    if config.activation == "gelu_tanh":
+        may_differ += ["hidden_act"]  # it has two names, and older downloads of Gemma call it gelu
     if config.rope_scaling:
         may_differ += ["rope_scaling"]  # likewise
-    if config.activation == "gelu_tanh":
-        may_differ += ["hidden_act"]  # older downloads call it gelu
-    if config.family.startswith("qwen"):
-        may_differ += ["max_window_layers", "layer_types"]
-        may_differ += ["sliding_window"] * (config.window is None)  # not used then
+    if config.window is None:
+        may_differ += ["sliding_window"]  # not used then
+    absent = {"rope_theta": 10_000.0, "rope_type": "default", **family.absent}
+    # In files of transformers 5 these lie deeper, or have another name.
+    apart = (
+        {"rotary_pct", "rope_theta", "rope_type", "rope_local_base_freq"}
+        if "rope_local_base_freq" in absent
+        else {"rotary_pct"}
+    )
+    absent = {key: x for key, x in absent.items() if key not in apart}
     keys = {
         "may_differ": may_differ,
-        "absent": family.absent,
+        "absent": absent,
         "advice": ADVICE,
         "aliases": family.aliases,
         # in older downloads; rope_theta implies them
@@ -246,123 +312,49 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     }
     if config.download:
         keys["download"] = config.download.table(config.vocab_size)
-    rows = _tensors(config)
+    rows = tensor_rows(config, family.names)
     adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
-    return {"config": config_json(config, family), **keys, "tensors": rows, **adapters}, []
+    return {"config": content, **keys, "tensors": rows, **adapters}, []
+
+
+def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
+    """List the fields that config.json cannot express: those that are different when it is read again."""
+    back = decoder_config(Download(content))
+    pairs = {f.name: (getattr(config, f.name), getattr(back, f.name)) for f in dataclasses.fields(config)}
+    if config.mixture and back.mixture:
+        parts = [f.name for f in dataclasses.fields(config.mixture) if f.name not in ("capacity_factor", "balance")]
+        del pairs["mixture"]
+        pairs |= {f"mixture.{key}": (getattr(config.mixture, key), getattr(back.mixture, key)) for key in parts}
+    return [f"{key}={here!r}" for key, (here, there) in pairs.items() if key not in OURS and here != there]
 
 
 def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the content of a config.json, for `transformers` 4 and 5."""
-    c = config
-    rope = _rope_json(c.rope_theta, c.rope_scaling)
+    c, there = config, config.download.config if config.download else {}
+    kept = there.get("hidden_act")
+    kept = kept if ACTIVATIONS.get(kept) == c.activation else None
+    plain = c.head_width is None and there.get("head_dim", 0) is None
     content = {
         "architectures": [family.architecture],
         "model_type": c.family,
-        "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": c.tied,
-        "hidden_act": "gelu_pytorch_tanh" if c.activation == "gelu_tanh" else "silu",
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,  # transformers 4
-        "rope_scaling": None if c.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
-        "rope_parameters": rope,  # transformers 5
-        "attention_bias": False,
+        "head_dim": None if plain else c.head_dim,
+        "hidden_act": kept or next(key for key, kind in ACTIVATIONS.items() if kind == c.activation),
+        **family.needs,
     }
-    there = c.download.config if c.download else None
-    if there is None:
+    for field_, key in {**KEYS, **family.keys}.items():
+        value, (key, power) = getattr(c, field_), (key, 1) if isinstance(key, str) else key
+        if (c.family, field_) in MEANINGS:
+            value = value is not None
+        if field_ == "attention_scale" and value is None:
+            value = c.head_dim**-0.5
+        if power != 1 and value is not None:
+            value = round(value ** (1 / power), 9)
+            value = int(value) if value.is_integer() else value  # transformers refuses 24.0
+        content[key] = value
+    if "attn_logit_softcapping" in content:
+        content["hidden_activation"] = content["hidden_act"]
+    content["hidden_size"] = c.d_model
+    if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
-    if c.mixture:
-        content |= mixture_json(c.family, c.mixture)
-    if c.family == "llama":
-        content["mlp_bias"] = False
-    if "window" in family.free:
-        content["sliding_window"] = c.window
-    if c.family.startswith("qwen"):
-        content |= {"use_sliding_window": c.window is not None, "max_window_layers": 0 if c.window else c.num_layers}
-        if there is not None and not c.window:  # not used, so the download's stay
-            del content["sliding_window"], content["max_window_layers"]
-    gemma = c.family in ("gemma2", "gemma3_text")
-    if gemma or "layer_types" in (there or ()):
-        kinds = {True: "full_attention", False: "sliding_attention"}
-        wide = [not c.window or bool(c.global_every and (i + 1) % c.global_every == 0) for i in range(c.num_layers)]
-        content["layer_types"] = [kinds[w] for w in wide]
-    if gemma:
-        content |= {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": c.query_scalar or c.head_dim,
-            "attn_logit_softcapping": c.attention_softcap,
-            "final_logit_softcapping": c.logit_softcap,
-        }
-    if c.family == "gemma3_text":
-        local = c.local_theta or c.rope_theta
-        content |= {
-            "rope_local_base_freq": local,
-            "sliding_window_pattern": c.global_every,
-            "rope_parameters": {"full_attention": rope, "sliding_attention": _rope_json(local, None)},
-        }
-    return content
-
-
-def _rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    if scaling is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    content = {"rope_type": scaling.kind, "rope_theta": theta, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        content |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-        content["original_max_position_embeddings"] = scaling.original
-    return content
-
-
-def _tensors(c: DecoderConfig) -> list[dict[str, Any]]:
-    """List the rows of the table."""
-    layer, norm = "model.layers.{layer}.", "post_attention_layernorm"  # jzero.weights fills in {layer}
-    K, G, C, D, F = c.num_kv_heads, c.num_groups, c.head_dim, c.d_model, c.d_ff
-
-    def matrix(name: str, leaf: str, columns: list[int] | None = None) -> dict[str, Any]:
-        return {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "columns": columns, "transposed": True}
-
-    def scale(name: str, leaf: str) -> dict[str, Any]:
-        return {"name": f"{name}.weight", "leaf": f"{leaf}/scale"}
-
-    rows = [
-        *embedding("model.embed_tokens.weight", "ends/embed", c.vocab_size, c.vocab_rows),
-        scale(layer + "input_layernorm", "stack/attention_norm"),
-    ]
-    for part, start, stop in (("q", 0, G), ("k", G, G + 1), ("v", G + 1, G + 2)):
-        name, leaf, width = f"{layer}self_attn.{part}_proj", "stack/attention/qkv", K * (stop - start) * C
-        kernel = {"slices": [[2, start, stop]], "transposed": [1, 2, 3, 0], "reshape": [width, D]}
-        rows.append({"name": f"{name}.weight", "leaf": f"{leaf}/kernel", **kernel})
-        if c.qkv_bias:
-            bias = {"slices": [[1, start, stop]], "reshape": [width]}
-            rows.append({"name": f"{name}.bias", "leaf": f"{leaf}/bias", **bias})
-        if c.qk_norm and part != "v":
-            rows.append(scale(f"{layer}self_attn.{part}_norm", f"stack/attention/{part}_norm"))
-    if c.post_norms:
-        rows.append(scale(layer + norm, "stack/attention_post_norm"))
-        rows.append(scale(layer + "post_feedforward_layernorm", "stack/mlp_post_norm"))
-        norm = "pre_feedforward_layernorm"
-    rows += [matrix(layer + "self_attn.o_proj", "stack/attention/out"), scale(layer + norm, "stack/mlp_norm")]
-    if c.mixture:
-        rows += mixture_rows(c.family, c.mixture, D, layer)
-    else:
-        for i, part in enumerate(("gate", "up")):
-            kernel = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [F, D]}
-            rows.append({"name": f"{layer}mlp.{part}_proj.weight", "leaf": "stack/mlp/gate_up/kernel", **kernel})
-        rows.append(matrix(layer + "mlp.down_proj", "stack/mlp/down"))
-    rows.append(scale("model.norm", "ends/norm"))
-    if not c.tied:
-        rows.append(matrix("lm_head", "ends/head", [0, c.vocab_size]))
-        if c.vocab_rows > c.vocab_size:
-            rows.append({"name": None, "leaf": "ends/head/kernel", "columns": [c.vocab_size, c.vocab_rows]})
-    return rows
-
-
-def embedding(name: str, leaf: str, size: int, rows: int) -> list[dict[str, Any]]:
-    """Describe a table whose rows after `size` are padding."""
-    padding = {"name": None, "leaf": leaf, "rows": [size, rows]}
-    return [{"name": name, "leaf": leaf, "rows": [0, size]}, *([padding] if rows > size else [])]
+    content |= mixture_json(c.family, c.mixture) if c.mixture else {}
+    return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)

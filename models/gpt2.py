@@ -5,8 +5,6 @@ Shape suffixes: B batch, S sequence, D model width, V vocabulary, padded.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +16,13 @@ from jzero.attention_kernels import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Decoding, Hidden, KVCache, segment_positions
+from .attention import Carry, Decoding, Hidden, KVCache
 from .batches import column
 from .blocks import DIVIDED, FUSED, BlockConfig, check_length, linear_rows, norm, norm_rows, plain, run, stacked
 from .decoder_config import check_fields, padded
-from .downloads import Download, require
-from .families import embedding
+from .downloads import ADVICE, Download, require
+from .rope import segment_positions
+from .tensor_names import embedding
 from .vocabulary import check_tokens
 
 
@@ -47,10 +46,9 @@ class GPT2Config(BlockConfig):
         return padded(self.vocab_size, self.pad_vocab_to)
 
 
-def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> GPT2Config:
-    """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
+def read_config(download: Download, **changes: Any) -> GPT2Config:
+    """Read the shape from a config.json of `transformers`."""
     check_fields(GPT2Config, changes)
-    download = Download.read(source, "gpt2")
     there = download.config
     names = {
         "num_layers": "n_layer", "d_model": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size",
@@ -173,6 +171,6 @@ class GPT2(nnx.Module):
             "may_differ": ["architectures", "n_inner", "bos_token_id", "eos_token_id"],  # n_inner: null is 4 * n_embd
             "aliases": {r"^(h\.|wte\.|wpe\.|ln_f\.)": r"transformer.\1"},  # names of the first downloads
             "ignored": ["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"],
-            "advice": "build the model from these files: GPT2(jzero.models.gpt2.from_hf(DIR), rngs=rngs)",
+            "advice": ADVICE,
             "tensors": [*rows, *norm_rows("transformer.ln_f", "ends/norm")],
         }

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685), with the names of the `peft` library.
 
 lora = LoRAConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
-config = from_hf("Qwen3-8B", lora=lora)  # train with "trainable_parameters": ["lora_"]
+model = jzero.models.from_hf("Qwen3-8B", lora=lora)  # train with "trainable_parameters": ["lora_"]
 """
 
 from __future__ import annotations

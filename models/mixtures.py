@@ -15,7 +15,7 @@ PRESETS = {
     ),
     "qwen3-30b-a3b": DecoderConfig(
         48, 2048, 32, 4, 6144, vocab_size=151_936, rope_theta=1e6, norm_eps=1e-6, family="qwen3_moe", head_width=128,
-        qk_norm=True, mixture=MixtureConfig(128, 8, 768),
+        qk_norm="shared", mixture=MixtureConfig(128, 8, 768),
     ),
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ class MixtureConfig:
       score: of the router, see `jzero.route`.
       scale: multiplies the weights.
       shared: inner width of one more expert, which all tokens use; 0: there is none.
+      shared_gate: multiplies that expert's output by a sigmoid, of a product of its own (Qwen2-MoE).
       capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
       balance: what the load-balancing loss counts in the loss, as its mean over the layers.
       bias_rate: balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas,
@@ -45,6 +46,7 @@ class MixtureConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
     shared: int = 0
+    shared_gate: bool = False
     capacity_factor: float | None = None
     balance: float = 0.01
     bias_rate: float = 0.0
@@ -63,6 +65,8 @@ class Mixture(nnx.Module):
         if c.shared:
             self.shared_gate_up = nnx.Param(init(rngs.params(), (d_model, 2, c.shared)))
             self.shared_down = nnx.Param(last(rngs.params(), (c.shared, d_model)))
+        if c.shared_gate:
+            self.shared_gate = nnx.Linear(d_model, 1, use_bias=False, kernel_init=init, rngs=rngs)
         if c.bias_rate:
             self.bias = nnx.BatchStat(jnp.zeros(c.num_experts, jnp.float32))
 
@@ -79,7 +83,8 @@ class Mixture(nnx.Module):
         if c.shared:
             gate_up_BS2F = jnp.einsum("bsd,dgf->bsgf", x_BSD, self.shared_gate_up[...])
             gate_BSF, up_BSF = gate_up_BS2F[:, :, 0], gate_up_BS2F[:, :, 1]
-            y_BSD += (nnx.silu(gate_BSF) * up_BSF) @ self.shared_down[...]
+            shared_BSD = (nnx.silu(gate_BSF) * up_BSF) @ self.shared_down[...]
+            y_BSD += nnx.sigmoid(self.shared_gate(x_BSD)) * shared_BSD if c.shared_gate else shared_BSD
         if bias_E is not None:
             counts_E = all_gather(routing.counts[None]).sum(0)
             self.bias[...] = balanced_bias(bias_E, counts_E, c.bias_rate)

@@ -17,6 +17,7 @@ class Names(NamedTuple):
       layer: the mixture in a layer.
       parts: an expert's gate, up and down.
       experts, width: keys of config.json; transformers 5 calls the first num_local_experts in each family.
+      shared: of the width of the expert that all tokens use, which has a gate.
       fixed: what its config.json needs besides, and what the decoder needs of it.
     """
 
@@ -25,6 +26,7 @@ class Names(NamedTuple):
     experts: str
     width: str
     fixed: dict[str, Any]
+    shared: str | None = None
 
 
 NAMES = {
@@ -32,6 +34,10 @@ NAMES = {
     "qwen3_moe": Names(
         "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
         {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen2_moe": Names(
+        "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
+        {"decoder_sparse_step": 1, "mlp_only_layers": []}, "shared_expert_intermediate_size",
     ),
 }  # fmt: skip
 EXPERTS = "num_local_experts"
@@ -50,7 +56,8 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
         return None
     names, there = NAMES[family], {**DEFAULTS.get(family, {}), **there}
     there.setdefault(names.experts, there.get(EXPERTS))
-    missing = [key for key in (names.experts, names.width, "num_experts_per_tok") if there.get(key) is None]
+    wanted_keys = (names.experts, names.width, "num_experts_per_tok", *([names.shared] if names.shared else []))
+    missing = [key for key in wanted_keys if there.get(key) is None]
     problems = [f"config.json has no {key}" for key in missing]
     wanted = {**names.fixed, "router_jitter_noise": 0.0}
     for key, value in wanted.items():
@@ -62,15 +69,8 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
         there[names.experts], there["num_experts_per_tok"], there[names.width],
         normalize=family == "mixtral" or bool(there.get("norm_topk_prob", False)),
         balance=there.get("router_aux_loss_coef", BALANCE),
+        shared=there[names.shared] if names.shared else 0, shared_gate=names.shared is not None,
     )  # fmt: skip
-
-
-def lacking(mixture: MixtureConfig) -> list[str]:
-    """List the fields that no family here has."""
-    plain = {"score": "softmax", "scale": 1.0, "shared": 0, "bias_rate": 0.0}
-    return [
-        f"mixture.{key}={getattr(mixture, key)!r}" for key, value in plain.items() if getattr(mixture, key) != value
-    ]
 
 
 def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
@@ -84,6 +84,7 @@ def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
         "router_aux_loss_coef": mixture.balance,
         "output_router_logits": False,
         **names.fixed,
+        **({names.shared: mixture.shared} if names.shared else {}),
     }
     return content if family == "mixtral" else content | {"norm_topk_prob": mixture.normalize}
 
@@ -101,4 +102,11 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
             rows.append({"name": name, "leaf": "stack/mlp/gate_up", **cut})
         cut = {"slices": [one], "transposed": [0, 2, 1], "reshape": shape[::-1]}
         rows.append({"name": down, "leaf": "stack/mlp/down", **cut})
+    if names.shared:
+        name, width = f"{layer}{names.layer}.shared_expert", mixture.shared
+        for i, part in enumerate(names.parts[:2]):
+            cut = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [width, d_model]}
+            rows.append({"name": f"{name}.{part}.weight", "leaf": "stack/mlp/shared_gate_up", **cut})
+        for part, leaf in ((f".{names.parts[2]}", "shared_down"), ("_gate", "shared_gate/kernel")):
+            rows.append({"name": f"{name}{part}.weight", "leaf": f"stack/mlp/{leaf}", "transposed": True})
     return rows

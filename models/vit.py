@@ -5,8 +5,6 @@ Shape suffixes: B batch, S patches and the class token, D model width, P pixels 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from jzero.loss import Mean
 
 from .blocks import DIVIDED, FUSED, BlockConfig, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
 from .decoder_config import check_fields
-from .downloads import Download, require
+from .downloads import ADVICE, Download, require
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,9 @@ class ViTConfig(BlockConfig):
         return (self.image_size // self.patch_size) ** 2
 
 
-def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> ViTConfig:
-    """Read the shape from a config.json of `transformers`, as `families.from_hf` does."""
+def read_config(download: Download, **changes: Any) -> ViTConfig:
+    """Read the shape from a config.json of `transformers`."""
     check_fields(ViTConfig, changes)
-    download = Download.read(source, "vit")
     there = download.config
     names = {
         "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
@@ -160,6 +157,6 @@ class ViT(nnx.Module):
             },
             "download": c.download and c.download.table(without=others),
             "may_differ": ["architectures"],
-            "advice": "build the model from these files: ViT(jzero.models.vit.from_hf(DIR), rngs=rngs)",
+            "advice": ADVICE,
             "tensors": rows,
         }

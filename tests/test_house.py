@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 47744,
+    "lines": 47811,
     "files": 259,
-    "statements": 27960,
+    "statements": 28007,
     "Any": 1152,
     "rooms": 39,
     "floors": 15,

@@ -24,7 +24,7 @@ from jzero.display.slow_work import slow_work
 from jzero.distributed.place import log_dist
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Merge, check_alone, declared
-from jzero.weights.name_map import Box, ShapeDtype, Table, Tensor, dotted, tensors, widest, with_dtype
+from jzero.weights.name_map import Box, ShapeDtype, Table, Tensor, by_tensor, dotted, tensors, widest, with_dtype
 from jzero.weights.safetensors import TensorWriter
 
 DTYPES = {
@@ -91,7 +91,7 @@ def export(
         writer.close()
         if len(files) > 1:
             size = sum(tensor.nbytes for some in files.values() for tensor in some)
-            where = {tensor.name: name for name, some in files.items() for tensor in some}
+            where = {whole: name for name, some in files.items() for whole in by_tensor(some)}
             write_json(draft / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
         write_configs(table, files, draft, out, adapters)
     return files
@@ -216,12 +216,13 @@ def shards(some: Iterable[Tensor], limit: int) -> dict[str, list[Tensor]]:
     """Divide tensors into files of at most `limit` bytes, in order; the files are named as by transformers."""
     groups: list[list[Tensor]] = [[]]
     room = limit
-    for tensor in some:
-        if tensor.nbytes > room and groups[-1]:
+    for parts in by_tensor(some).values():
+        size = sum(tensor.nbytes for tensor in parts)
+        if size > room and groups[-1]:
             groups.append([])
             room = limit
-        groups[-1].append(tensor)
-        room -= tensor.nbytes
+        groups[-1] += parts
+        room -= size
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,17 @@ from jzero.errors import ConfigError, no_such_directory, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, trained
-from jzero.weights.name_map import ShapeDtype, Table, Tensor, adapter_leaves, assign, dotted, leaves_of, tensors
+from jzero.weights.name_map import (
+    ShapeDtype,
+    Table,
+    Tensor,
+    adapter_leaves,
+    assign,
+    by_tensor,
+    dotted,
+    leaves_of,
+    tensors,
+)
 from jzero.weights.safetensors import File
 
 if TYPE_CHECKING:
@@ -46,7 +57,7 @@ def load(
     contain adapters alone.
 
     Args:
-      directory: with model.safetensors, model.safetensors.index.json or any *.safetensors; or a .safetensors file.
+      directory: of *.safetensors, one such file, or the name of a model in the Hugging Face Hub's local cache.
       step: a `TrainStep` of any mesh and stage.
       params: the values of parameters that the files lack, sharded as the step's; default: None in their places, which
         `step.init` fills.
@@ -92,6 +103,18 @@ def load(
     result = jax.tree_util.tree_map_with_path(read, shapes, shardings, *kept)
     check.finish(directory)
     return result
+
+
+def from_cache(source: str | os.PathLike[str]) -> Path:
+    """Return the directory of a model that the Hugging Face Hub's local cache has; other paths as they are."""
+    path = Path(source)
+    if len(path.parts) == 2 and not path.exists():
+        with contextlib.suppress(ImportError, ValueError):  # a name that the Hub does not allow
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(path.as_posix(), "config.json")
+            return Path(found).parent if isinstance(found, str) else path
+    return path
 
 
 def file_names(step: TrainStep) -> dict[str, str]:
@@ -163,7 +186,8 @@ class _FileChecksums:
     @staticmethod
     def _factor(file: File, tensor: Tensor) -> int:
         """Return an odd number of the tensor's own, since two tensors that change places must change the file's sum."""
-        return file.entries[tensor.name].start | 1
+        entry = file.entries[tensor.name]
+        return (entry.whole[1] if entry.whole else entry.start) | 1
 
     def add(self, parts: Iterable[tuple[File, Tensor]], readers: set[int]) -> None:
         """Count what was read for one slice of a leaf.
@@ -173,9 +197,9 @@ class _FileChecksums:
         """
         first = jax.process_index() == min(readers)
         for file, tensor in parts:
-            if file.entries[tensor.name].checksum is None:
+            if (entry := file.entries[tensor.name]).checksum is None:
                 continue
-            part = file.sums.pop(tensor.name, 0) * self._factor(file, tensor)
+            part = file.sums.pop(entry.whole[0] if entry.whole else tensor.name, 0) * self._factor(file, tensor)
             self._once[file.path.name] += part * first
             self._copies[file.path.name] += part * (1 - len(readers) * first)
 
@@ -251,6 +275,7 @@ def _find(
     Raises:
       ConfigError: the files do not fit the model.
     """
+    path = from_cache(path)
     table, files = table or {}, [File.open(file) for file in _files(path)]
     adapters = adapter_leaves(table)
     alone = [file.path.name for file in files] == [ADAPTER_FILE]
@@ -266,6 +291,10 @@ def _find(
     known = {dotted(row["leaf"]) for row in table.get("tensors", ())} or {*leaves}
     described = {name: x for name, x in leaves.items() if name in known or name in adapters or name not in optional}
     wanted = tensors(described, table) + (tensors(described, table, adapters=True) if adapters else [])
+    for name, parts in by_tensor(wanted).items():
+        if name in where:
+            where[name].divide(name, parts)
+    where = {name: file for file in files for name in file.entries}
     if len(where.keys() & leaves.keys()) > sum(tensor.name in where for tensor in wanted):
         table, wanted = {}, tensors(leaves, None)  # the files use the names of the leaves
     may_lack = known if alone else {*optional, *adapters}

@@ -14,7 +14,8 @@ tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf
           `rows` and `columns`, [start, stop], are slices of the first and the last dimension. `transposed` is true for
           a matrix, or a list of axes.
           nnx.MultiHeadAttention's query kernel [D, H, K] as torch's [H * K, D]: "transposed": [1, 2, 0],
-          "reshape": [H * K, D]. A row whose name is null describes padding: a part of a leaf that no file has.
+          "reshape": [H * K, D]. A row whose name is null describes padding: a part of a leaf that no file has. Rows
+          whose names end in [0], [1], ... describe one tensor: its parts along the first dimension, in this order.
 config    Written to config.json. Files whose config.json differs belong to another model, except for the keys in
           `may_differ`. Entries of nested dictionaries are compared individually too.
 download  Of a model that comes from one: {"config": what else is written to config.json, "directory": a path}. Its
@@ -39,6 +40,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +117,20 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+def by_tensor(some: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Group tensors by their names in the file, which a part's name without its number is."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in some:
+        found.setdefault(re.sub(r"\[\d+\]$", "", tensor.name), []).append(tensor)
+    return found
+
+
+def whole_shape(parts: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the shape of a tensor from those of its parts."""
+    first = parts[0].shape
+    return first if len(parts) == 1 else (sum(part.shape[0] for part in parts), *first[1:])
 
 
 def intersect(box: Box, ranges: Sequence[Range]) -> tuple[Box, Box] | None:

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from jzero.errors import ConfigError
-from jzero.weights.name_map import Box, Tensor, assign
+from jzero.weights.name_map import Box, Tensor, assign, by_tensor, whole_shape
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -50,6 +50,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     checksum: int | None = None
+    whole: tuple[str, int] | None = None  # of a part: name and start; the first part has the checksum, the others 0
 
 
 def sealed(text: bytes, checksums: Iterable[int]) -> bytes:
@@ -188,7 +189,7 @@ class File:
     """
 
     def __init__(self, path: Path, entries: dict[str, Entry], mode: Literal["r", "r+"]):
-        self.path, self.entries, self.mode = path, entries, mode
+        self.path, self.entries, self.mode, self._names = path, entries, mode, list(entries)
         self.sums: Counter[str] = Counter()
 
     @classmethod
@@ -252,13 +253,27 @@ class File:
         """Address a tensor by boxes of another shape, which has the same elements in the same order."""
         self.entries[name] = self.entries[name]._replace(shape=shape)
 
+    def divide(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Address the parts of a tensor along its first dimension, if it is made of these, by their own names."""
+        dtype, shape, start, checksum, _ = self.entries[name]
+        if [part.name for part in parts] == [name] or shape != whole_shape(parts):
+            return
+        del self.entries[name]
+        whole = name, start
+        for part in parts:
+            self.entries[part.name] = Entry(dtype, part.shape, start, checksum, whole)
+            start += prod(part.shape) * dtype.itemsize
+            checksum = checksum and 0
+
     def windows(self, name: str, box: Box) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield a box of a tensor in windows: (index into an array of the box's shape, memory-mapped values).
 
         Assigning to the values writes to the file. The first axis whose stride fits into a window is cut into ranges of
         rows; the axes before it are iterated index by index. The checksum of a window is taken after its use.
         """
-        dtype, shape, start, checksum = self.entries[name]
+        dtype, shape, start, checksum, whole = self.entries[name]
+        name, origin = whole or (name, start)
+        before = (start - origin) // dtype.itemsize
         if 0 in shape:
             return
         if not shape:
@@ -279,7 +294,7 @@ class File:
                 yield (*lead, slice(row, row + some)), view
                 if checksum is not None:
                     corner = [(at - start) // strides[axis], *(s.start for s in box[axis + 1 :])]
-                    self.sums[name] += checksum_of(view, corner, shape[axis:])
+                    self.sums[name] += checksum_of(view, corner, shape[axis:], before)
 
     def _map(self, dtype: np.dtype, at: int, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(np.memmap(self.path, dtype, self.mode, at, shape))
@@ -293,7 +308,7 @@ class File:
         with self.path.open("rb+") as file:
             text = file.read(int.from_bytes(file.read(8), "little"))
             file.seek(8)
-            file.write(sealed(text, (self.sums[name] % 2**64 for name in self.entries)))
+            file.write(sealed(text, (self.sums[name] % 2**64 for name in self._names)))
             file.flush()
             os.fsync(file.fileno())
 
@@ -314,8 +329,12 @@ class TensorWriter:
         self._of_leaf: dict[str, list[tuple[File, Tensor]]] = {}
         self._files = []
         for path, tensors in files.items():
-            file = File.create(path, {t.name: (t.dtype, t.shape) for t in tensors})
+            wholes = by_tensor(tensors)
+            shapes = {name: (parts[0].dtype, whole_shape(parts)) for name, parts in wholes.items()}
+            file = File.create(path, shapes)
             self._files.append(file)
+            for name, parts in wholes.items():
+                file.divide(name, parts)
             for t in tensors:
                 file.reshape(t.name, t.view)
                 self._of_leaf.setdefault(t.leaf, []).append((file, t))
@@ -348,7 +367,7 @@ class TensorWriter:
             file.finish()
 
 
-def checksum_of(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+def checksum_of(values: np.ndarray, start: Sequence[int], shape: Sequence[int], before: int = 0) -> int:
     """Compute what a part of a tensor adds to its checksum, the sum of word * (2 * index + 1) modulo 2**64.
 
     The words are the elements' bits, those of 8 bytes in two words. Any division of a tensor gives the same sum, and a
@@ -359,15 +378,17 @@ def checksum_of(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
       values: the part, of at least one dimension.
       start: the index of its first element in the tensor.
       shape: of the tensor; the first dimension does not matter.
+      before: elements of a larger tensor that come before this one.
 
     >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
     >>> parts = checksum_of(x[:, :1], (0, 0), x.shape) + checksum_of(x[:, 1:], (0, 1), x.shape)
     >>> parts % 2**64 == checksum_of(x, (0, 0), x.shape)
     True
     """
-    words, start, shape = values, [*start], [*shape]
+    words, start, shape, before = values, [*start], [*shape], 2 * before
     if values.itemsize == 8:  # the highest bits of two words of 64 bits would cancel
         words, start, shape = np.ascontiguousarray(values)[..., None].view(np.uint32), [*start, 0], [*shape, 2]
+        before *= 2
     words, total, stride = words.view(f"u{words.itemsize}"), 0, 2
     while words.ndim:
         by_column = words.sum(tuple(range(words.ndim - 1)), np.uint64)
@@ -375,4 +396,4 @@ def checksum_of(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
         total += stride * int(by_column @ np.arange(column, column + len(by_column), dtype=np.uint64))
         stride *= shape.pop()
         words = words.sum(-1, np.uint64)
-    return (total + int(words)) % 2**64
+    return (total + (before + 1) * int(words)) % 2**64

@@ -17,10 +17,11 @@ import jzero
 from jzero import attention_kernels
 from jzero.attention_kernels import cudnn_obstacle, kernel_for, kernel_note
 from jzero.planner import gpu_devices
-from models.attention import attend, same_segment, segment_positions
+from models.attention import attend, same_segment
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
+from models.rope import segment_positions
 
 B, S, H, K, C = 2, 9, 4, 2, 8
 Q, KEYS, VALUES = (np.random.default_rng(i).normal(size=(B, S, n, C)).astype("f4") for i, n in enumerate((H, K, K)))
@@ -136,10 +137,12 @@ def test_a_program_in_float16_outside_of_a_step():
     np.testing.assert_allclose(found, expected, atol=0.03)
 
 
-CONFIG = DecoderConfig(3, 32, 4, 2, 48, vocab_size=64, window=3, global_every=3, local_theta=10.0, rope_theta=1e3)
+CONFIG = DecoderConfig(
+    3, 32, 4, 2, 48, vocab_size=64, window=3, global_layers=(False, False, True), local_theta=10.0, rope_theta=1e3
+)
 
 
-@pytest.mark.parametrize("changes", some([{}, {"attention_softcap": 1.5}, {"global_every": None}], [{}]), ids=str)
+@pytest.mark.parametrize("changes", some([{}, {"attention_softcap": 1.5}, {"global_layers": None}], [{}]), ids=str)
 def test_packed_rows_of_a_decoder_with_windows(changes):
     """The logits of a packed document are those of the document alone."""
     config = dataclasses.replace(CONFIG, **changes)
@@ -233,7 +236,7 @@ def test_the_kernel_and_the_report(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "kernels"),
     [
-        ({"global_every": None}, ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]),
+        ({"global_layers": None}, ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]),
         ({}, ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]),
     ],
     ids=["all layers", "some layers"],

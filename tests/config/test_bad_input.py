@@ -9,9 +9,9 @@ from helpers.refusals import compilations, refused
 from jax.sharding import Mesh
 
 import jzero
+import models
 from jzero.data import DataLoader
 from jzero.mesh import AXES
-from models import families
 from models.mlp import MLP, cross_entropy
 
 CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -373,8 +373,8 @@ def test_a_directory_that_does_not_exist(tmp_path, monkeypatch):
     for name in ("Qwen/Qwen3-8B", "gpt2"):
         download = f"{name}: no such directory; a model of Hugging Face must be downloaded first: hf download {name} "
         refused(lambda name=name: engine.load_weights(name), download)
-        refused(lambda name=name: families.from_hf(name), download)
-    refused(lambda: families.from_hf("a b/c"), "hf download 'a b/c' --local-dir c")
+        refused(lambda name=name: models.from_hf(name), download)
+    refused(lambda: models.from_hf("a b/c"), "hf download 'a b/c' --local-dir c")
 
 
 def one_device(count):

@@ -104,7 +104,7 @@ def linen_loss(module, batch):
 
 
 PACKED = LlamaConfig(2, WIDTH, 4, 2, 2 * WIDTH, vocab_size=VOCAB, attention="xla")  # reads the segments
-MORE = {"qkv_bias": True, "qk_norm": True, "post_norms": True, "lora": LoRAConfig(4, 8, "all-linear")}
+MORE = {"qkv_bias": True, "qk_norm": "shared", "norms": "both", "lora": LoRAConfig(4, 8, "all-linear")}
 BLOCKS = (2, WIDTH, 4, 2 * WIDTH)
 TEXT = {"vocab_size": VOCAB, "max_positions": SEQUENCE, "attention": "xla"}
 ZOO = {

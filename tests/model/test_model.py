@@ -14,10 +14,10 @@ from helpers.sampling import keep, sample
 
 import jzero
 from jzero.attention_kernels import kernel_for
-from models.attention import rope
 from models.decoder import Attention
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
+from models.rope import rope
 
 X = {"x": np.ones((4, 3), np.float32)}
 

@@ -13,8 +13,8 @@ import pytest
 import jzero
 from experiments import clip, dpo, finetune_lora, gpt, images, tiny_chat
 from jzero.data import Pairs
+from models import config_from_hf
 from models.decoder import Decoder
-from models.families import from_hf
 from models.llama import preset
 
 pytestmark = pytest.mark.slow
@@ -185,7 +185,7 @@ def test_the_loss_is_trls(tiny):
     As in trl's DPOTrainer with loss_type "sigmoid"; the reference is another model here, so the loss is not log 2.
     """
     rows = Pairs(dpo.tiny_pairs()[:8], tokenizer_of(tiny), length=96).rows(np.arange(8))
-    shape = from_hf(tiny)
+    shape = config_from_hf(tiny)
     models = [jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)) for _ in range(2)]
     params = [model.init(jax.random.key(seed)) for seed, model in enumerate(models)]
     policy, reference = (log_probabilities(model.module(p), rows) for model, p in zip(models, params, strict=True))

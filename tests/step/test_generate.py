@@ -20,16 +20,16 @@ import jzero
 from jzero.model import stack_loss
 from jzero.step.generate import Sampling, _sampling, sample_tokens
 from jzero.tree import named
-from models.attention import RopeScaling
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.gpt2 import GPT2, GPT2Config
+from models.rope import RopeScaling
 
 # All that families differ in, and a padded vocabulary that the stages divide.
 EVERYTHING = DecoderConfig(
     4, 32, 4, 2, 48, vocab_size=61, pad_vocab_to=16, attention="xla", rope_theta=50.0, head_width=16, qkv_bias=True,
-    qk_norm=True, window=5, global_every=3, local_theta=10.0, norm_offset=True, post_norms=True, embed_scale=True,
-    activation="gelu_tanh", query_scalar=24, attention_softcap=2.0, logit_softcap=9.0,
+    qk_norm="shared", window=5, global_layers=(False, False, True), local_theta=10.0, norm="offset_rms", norms="both",
+    embed_scale=32**0.5, activation="gelu_tanh", attention_scale=24**-0.5, attention_softcap=2.0, logit_softcap=9.0,
     rope_scaling=RopeScaling("linear", 8.0),
 )  # fmt: skip
 CONFIGS = {

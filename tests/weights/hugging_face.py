@@ -1,7 +1,14 @@
-"""Models of transformers with random weights, their batches, and jzero's models of the same files."""
+"""One row for each family: transformers' model with random weights, jzero's of the same files, and checks of both.
+
+A check returns its relative error: the largest difference over the largest value. `docs/families.py` writes them into
+docs/models.md.
+"""
 
 import json
 import math
+import tempfile
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,16 +17,17 @@ import pytest
 from safetensors.numpy import load_file
 
 import jzero
-from models import bert, families, gpt2, vit
+from jzero import weights
+from models import bert, config_from_hf, gpt2, vit
 from models.decoder import Decoder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-STEPS, LR, V = 20, 3e-3, 61
+LR, V = 3e-3, 61
 RNG = np.random.default_rng(0)
-TOKENS = RNG.integers(0, V, (STEPS, 2, 13))
-IMAGES = RNG.normal(size=(STEPS, 2, 8, 8, 3)).astype("f4")
+TOKENS = RNG.integers(0, V, (2, 2, 13))
+IMAGES = RNG.normal(size=(2, 8, 8, 3)).astype("f4")
 LENGTHS = np.array([[13], [9]])  # the second row of BERT ends with padding
 MASK = (np.arange(13) < LENGTHS).astype(np.int32)
 INITIAL = {"initializer_range": 0.2}
@@ -40,33 +48,77 @@ LLAMA3 = {
 NESTED = {"sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
           "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}}  # fmt: skip
 KINDS = ["sliding_attention", "full_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0]}  # fmt: skip
+MIXED = {"sliding_window": 5, "layer_types": [*KINDS[:1] * 2, KINDS[1], KINDS[0]]}
+GATED = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+         "router_aux_loss_coef": 0.0}  # fmt: skip
+# name -> (transformers' name, what its config differs in)
 FAMILIES = {
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}, **WIDE}),
+    "dynamic": (
+        "Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 4.0},
+                  "max_position_embeddings": 8},
+    ),
+    "yarn": ("Llama", {"rope_parameters": YARN, "max_position_embeddings": 64, "num_hidden_layers": 2}),
+    "longrope": (
+        "Llama", {"rope_parameters": {**LONG, "original_max_position_embeddings": 8}, "max_position_embeddings": 32,
+                  "num_attention_heads": 8},
+    ),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "layer_types": KINDS[:1] * 4},
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "qwen3": ("Qwen3", WIDE),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {**WIDE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
-         "router_aux_loss_coef": 0.0},
-    ),
+    "qwen2_moe": ("Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3Moe", {**WIDE, **GATED}),
     "gemma": ("Gemma", WIDE),
     "gemma2": (
         "Gemma2",
         {**WIDE, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0,
-         "final_logit_softcapping": 1.5},
+         "final_logit_softcapping": 9.0},
     ),
-    "gemma3": (
-        "Gemma3",
-        {**WIDE, "sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": [*KINDS[:1] * 2, KINDS[1], KINDS[0]],
-         "rope_parameters": NESTED},
+    "gemma3": ("Gemma3", {**WIDE, **MIXED, "query_pre_attn_scalar": 24, "rope_parameters": NESTED}),
+    "phi3": (
+        "Phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.5}, "max_position_embeddings": 64,
+                 "original_max_position_embeddings": 32, "sliding_window": 5},
     ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3", {**MIXED, "max_position_embeddings": 64, "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0, 1], "use_sliding_window": False}),
+    "granite": (
+        "Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
+                    "logits_scaling": 0.5},
+    ),
+    "granite4": (
+        "GraniteMoeHybrid", {"shared_intermediate_size": 40, "num_local_experts": 0, "layer_types": KINDS[1:] * 4,
+                             "attention_multiplier": 0.3, "mamba_n_heads": 8, "position_embedding_type": "rope"},
+    ),
+    "granite4-nope": (
+        "GraniteMoeHybrid", {"shared_intermediate_size": 40, "num_local_experts": 0, "layer_types": KINDS[1:] * 4,
+                             "attention_multiplier": 0.3, "mamba_n_heads": 8},
+    ),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": (
+        "StableLm", {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    ),
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere2": ("Cohere2", {**MIXED, "tie_word_embeddings": True, "logit_scale": 0.25}),
+    "glm4": ("Glm4", {**WIDE, "eos_token_id": 60}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
+    "gpt_neox-sequential": (
+        "GPTNeoX", {"num_key_value_heads": 4, "use_parallel_residual": False, "hidden_act": "gelu_new"},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
 }  # fmt: skip
 
 
@@ -85,42 +137,148 @@ def masked_batch(rows):
 class Case(NamedTuple):
     """A model here and there."""
 
-    from_hf: Any
     kind: Any
     architecture: str
     config: str
     options: dict
-    batches: list
+    batch: dict
 
 
-TEXTS = [lm_batch(rows) for rows in TOKENS]
-PICTURES = [{"images": IMAGES[i], "labels": np.array([i % 5, 3 * i % 5])} for i in range(STEPS)]
+TEXT = lm_batch(TOKENS[0])
+PICTURES = {"images": IMAGES, "labels": np.array([1, 3])}
 OTHERS = {
-    "gpt2": Case(gpt2.from_hf, gpt2.GPT2, "GPT2LMHeadModel", "GPT2Config", GPT2, TEXTS),
-    "bert": Case(
-        bert.from_hf, bert.Bert, "BertForMaskedLM", "BertConfig", BERT, [masked_batch(rows) for rows in TOKENS]
-    ),
-    "vit": Case(vit.from_hf, vit.ViT, "ViTForImageClassification", "ViTConfig", VIT, PICTURES),
+    "gpt2": Case(gpt2.GPT2, "GPT2LMHeadModel", "GPT2Config", GPT2, TEXT),
+    "bert": Case(bert.Bert, "BertForMaskedLM", "BertConfig", BERT, masked_batch(TOKENS[0])),
+    "vit": Case(vit.ViT, "ViTForImageClassification", "ViTConfig", VIT, PICTURES),
 }
 CASES = OTHERS | {
     name: Case(
-        families.from_hf, Decoder, f"{family}ForCausalLM",
-        f"{family}TextConfig" if family == "Gemma3" else f"{family}Config", {**DECODER, **more}, TEXTS,
+        Decoder, f"{family}ForCausalLM",
+        f"{family}TextConfig" if family == "Gemma3" else f"{family}Config", DECODER | more, TEXT,
     )
     for name, (family, more) in FAMILIES.items()
 }  # fmt: skip
 
 
 def torch_model(name):
-    """A model of transformers with random weights, biases and scales included."""
-    _, _, architecture, config, options, _ = CASES[name]
+    """A model of transformers with random weights, biases and scales included; its greedy text has many tokens."""
+    case = CASES[name]
     torch.manual_seed(0)
-    made = getattr(transformers, architecture)(getattr(transformers, config)(**options, attn_implementation="eager"))
+    config = getattr(transformers, case.config)(**case.options, attn_implementation="eager")
+    made = getattr(transformers, case.architecture)(config)
     with torch.no_grad():
         for key, x in made.named_parameters():
-            if key.endswith("bias") or "norm" in key.lower() or "ln_" in key or "cls_token" in key:
+            if key.endswith(LAST_NORMS):
+                torch.nn.init.normal_(x, std=2)
+            elif key.endswith("bias") or "norm" in key.lower() or "ln_" in key or "cls_token" in key:
                 x.add_(0.3 * torch.randn(x.shape))
     return made.eval()
+
+
+LAST_NORMS = ("model.norm.weight", "ln_f.weight", "final_layer_norm.weight")  # of language models
+
+
+class Pair:
+    """A family's model here and there, with the same weights."""
+
+    def __init__(self, name: str):
+        self.name, self.case, self.theirs = name, CASES[name], torch_model(name)
+        self._temporary = tempfile.TemporaryDirectory()
+        self.directory = Path(self._temporary.name, "theirs")
+        self.theirs.save_pretrained(self.directory)
+
+    @cached_property
+    def config(self):
+        return config_from_hf(self.directory)
+
+    @cached_property
+    def step(self):
+        return step_of(self.config, self.case.kind)
+
+    @cached_property
+    def params(self):
+        return weights.load(self.directory, self.step)
+
+    @cached_property
+    def expected(self):
+        return torch_logits(self.theirs, **as_torch(self.case.batch))
+
+    @cached_property
+    def exported(self):
+        """The directory of an export."""
+        made = self.directory.with_name("ours")
+        weights.save(self.params, self.step, made, "model.safetensors", np.dtype("float32"))
+        return made
+
+    # ---------------------------------------------------------------------------------------- checks
+
+    def logits(self) -> float:
+        return error_of(logits(self.step, self.params, self.case.batch), self.expected, self.case.batch)
+
+    def gradients(self) -> float:
+        """The loss and the gradients of one step: transformers' gradients, loaded as if they were weights."""
+        batch, made = self.case.batch, torch_model(self.name)
+        values, labels = made(**as_torch(batch)).logits, torch.tensor(batch["labels"]).reshape(-1)
+        loss = torch.nn.functional.cross_entropy(values.reshape(len(labels), -1), labels)  # ignores -100
+        loss.backward()
+        for x in made.parameters():
+            x.data = x.grad
+        made.save_pretrained(self.directory.with_name("gradients"))
+        expected = weights.load(self.directory.with_name("gradients"), self.step)
+        found, metrics = self.step.gradients(self.step.init(jax.random.key(0), self.params), batch)
+        largest = max(abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
+        errors = jax.tree.map(lambda a, b: abs(np.asarray(a) - np.asarray(b)).max() / largest, found, expected)
+        return max(abs(float(metrics["loss"]) / loss.item() - 1), *jax.tree.leaves(errors))
+
+    def export(self) -> float:
+        """The logits of transformers' model of our files."""
+        auto = transformers.AutoModelForCausalLM if "CausalLM" in self.case.architecture else type(self.theirs)
+        back = auto.from_pretrained(self.exported, attn_implementation="eager")
+        assert type(back) is type(self.theirs)
+        return error_of(torch_logits(back, **as_torch(self.case.batch)), self.expected, self.case.batch)
+
+    def generate(self) -> float:
+        """The part of greedy tokens that differ: rows of unequal length, further than windows reach."""
+        # GPT-2 has 16 positions
+        width, new, begins = (8, 8, [[0], [5], [2], [6]]) if self.name == "gpt2" else (13, 12, [[0], [4], [9], [12]])
+        rows, mask = TOKENS[:2].reshape(4, 13)[:, :width], (np.arange(width) >= begins).astype(np.int32)
+        options = {"attention_mask": torch.tensor(mask), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        expected = self.theirs.generate(torch.tensor(rows), **options).numpy()
+        assert len(set(expected[:, width:].ravel().tolist())) > 3
+        state = self.step.init(jax.random.key(0), self.params)
+        found = self.step.generate(state, rows, new, attention_mask=mask, numpy=True)
+        return float((found != expected).mean())
+
+    def packed(self) -> float:
+        """The logits of documents in packed rows, beside transformers' of each document alone."""
+        rows, errors = TOKENS[0], []
+        segments = np.array([[1] * 4 + [2] * 7 + [3] * 2, [1] * 6 + [2] * 5 + [0] * 2])
+        found = logits(self.step, self.params, {"inputs": rows, "segments": segments})
+        for b, s in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
+            here = segments[b] == s
+            alone = torch_logits(self.theirs, input_ids=torch.tensor(rows[b][here])[None])[0]
+            errors.append(error_of(found[b][here], alone))
+        return max(errors)
+
+
+pair = cache(Pair)
+CHECKS = ("logits", "gradients", "export", "generate", "packed")
+
+
+BY_LENGTH = ("dynamic", "longrope")  # which transformers scales by a document's length, and jzero by the row's
+WITHOUT = {"generate": ("bert", "vit", *BY_LENGTH), "packed": ("vit", *BY_LENGTH)}
+
+
+def checks_of(name):
+    """The checks that a family's model has."""
+    return [check for check in CHECKS if name not in WITHOUT.get(check, ())]
+
+
+def error_of(found, expected, batch=()):
+    """The largest difference over the largest value, of tokens and not of padding."""
+    counted = np.asarray(batch["segments"]) > 0 if "segments" in batch else ...
+    assert abs(expected).max() > 0.5
+    return float(abs(found[counted] - expected[counted]).max() / abs(expected).max())
 
 
 def step_of(config, kind=Decoder, stage=0, more=None, **axes):
@@ -139,9 +297,9 @@ def step_of(config, kind=Decoder, stage=0, more=None, **axes):
     return jzero.make_train_step(model, settings, mesh=jzero.make_mesh(devices=devices, **axes))
 
 
-def step_from(name, directory, changes=None, **layout):
+def step_from(name, changes=None, **layout):
     case = CASES[name]
-    return step_of(case.from_hf(directory, **(changes or {})), case.kind, **layout)
+    return step_of(config_from_hf(pair(name).directory, **(changes or {})), case.kind, **layout)
 
 
 def as_torch(batch):
@@ -160,12 +318,6 @@ def logits(step, params, batch):
     names = {"inputs": "tokens_BS", "segments": "segments_BS", "types": "types_BS", "images": "images"}
     some = {names[name]: x for name, x in batch.items() if name in names}
     return np.asarray(jax.jit(lambda params, some: step.model.module(params)(**some))(params, some))
-
-
-def assert_same_logits(found, expected, batch=()):
-    counted = np.asarray(batch["segments"]) > 0 if "segments" in batch else ...
-    assert abs(expected).max() > 0.5
-    np.testing.assert_allclose(found[counted], expected[counted], atol=1e-5, rtol=0)
 
 
 def assert_same_files(theirs, ours):

@@ -16,8 +16,8 @@ import jzero
 from jzero import weights
 from jzero.cli import main
 from jzero.weights.export import CheckpointParameters, parse_size
+from models import config_from_hf
 from models.decoder import Decoder
-from models.families import from_hf
 from models.lora import LoRAConfig
 
 
@@ -166,7 +166,7 @@ def test_a_download_goes_back_with_its_config_and_tokenizer(counter, tmp_path, c
     import torch
     import transformers
 
-    shape = from_hf(counter, **({} if way == "export" else {"lora": LoRAConfig(r=2)}))
+    shape = config_from_hf(counter, **({} if way == "export" else {"lora": LoRAConfig(r=2)}))
     made = engine(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
     made.load_weights(counter)
     before, out = json.loads((counter / "config.json").read_text()), tmp_path / "out"
@@ -192,7 +192,7 @@ def test_a_download_goes_back_with_its_config_and_tokenizer(counter, tmp_path, c
 
 
 def test_a_download_that_has_gone(counter, tmp_path, capsys):
-    shape = from_hf(counter, rope_theta=77.0)
+    shape = config_from_hf(counter, rope_theta=77.0)
     made = engine(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)))
     made.save_checkpoint(tmp_path / "ckpt").wait()
     counter.rename(tmp_path / "elsewhere")

@@ -12,7 +12,7 @@ from hugging_face import (
     KINDS,
     LLAMA3,
     NESTED,
-    TEXTS,
+    TEXT,
     VIT,
     V,
     step_from,
@@ -24,10 +24,10 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import weights
-from models import bert, gpt2, llama, mixtures, vit
+from models import config_from_hf, from_hf, gpt2, llama, mixtures, vit
 from models.decoder import Decoder
 from models.downloads import IDS
-from models.families import from_hf
+from models.lora import LoRAConfig
 
 TINY = {**DECODER, "model_type": "llama"}
 
@@ -39,16 +39,21 @@ def decoder(config):
 def test_files_of_transformers_4():
     """Before version 5, RoPE's settings lay at the top level, and Gemma 3 named its pattern."""
     old = {**TINY, "rope_theta": 100.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
-    assert from_hf(old) == from_hf({**TINY, "rope_parameters": LLAMA3})
+    assert config_from_hf(old) == config_from_hf({**TINY, "rope_parameters": LLAMA3})
     gemma = {**TINY, "model_type": "gemma3_text", "sliding_window": 5, "num_hidden_layers": 7}
     rope = {"rope_theta": 1000.0, "rope_local_base_freq": 10.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    made = from_hf({**gemma, **rope, "sliding_window_pattern": 3})
-    assert (made.global_every, made.local_theta, made.rope_theta, made.rope_scaling.factor) == (3, 10.0, 1000.0, 8.0)
+    made = config_from_hf({**gemma, **rope, "sliding_window_pattern": 3})
+    assert (made.global_layers, made.local_theta, made.rope_theta, made.rope_scaling.factor) == (
+        (False, False, True),
+        10.0,
+        1000.0,
+        8.0,
+    )
     kinds = {"layer_types": [KINDS[(i + 1) % 3 == 0] for i in range(7)]}
-    assert from_hf({**gemma, **kinds, "rope_parameters": NESTED}) == made
+    assert config_from_hf({**gemma, **kinds, "rope_parameters": NESTED}) == made
     qwen = {**TINY, "model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}
-    assert from_hf(qwen).window is None
-    assert from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0}).window == 5
+    assert config_from_hf(qwen).window is None
+    assert config_from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0}).window == 5
 
 
 OLD = {
@@ -61,7 +66,7 @@ EXTRA = {"gpt2": "h.0.attn.bias", "bert": "bert.pooler.dense.weight"}
 @pytest.mark.parametrize("name", OLD)
 def test_names_of_the_first_downloads(name, tmp_path):
     torch_model(name).save_pretrained(tmp_path)
-    step = step_from(name, tmp_path)
+    step = step_from(name)
     new, file = weights.load(tmp_path, step), tmp_path / "model.safetensors"
     found = {OLD[name](key): x for key, x in load_file(file).items()}
     assert found.keys() != load_file(file).keys()
@@ -71,7 +76,7 @@ def test_names_of_the_first_downloads(name, tmp_path):
 
 def test_the_labels_of_other_classes_do_not_go_back():
     labels = {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
-    there = vit.from_hf({"model_type": "vit", "hidden_act": "gelu", **VIT, "num_channels": 3, **labels})
+    there = config_from_hf({"model_type": "vit", "hidden_act": "gelu", **VIT, "num_channels": 3, **labels})
     for classes, kept in ((2, labels), (3, {})):
         shape = dataclasses.replace(there, num_classes=classes)
         table = jzero.from_flax(lambda rngs, shape=shape: vit.ViT(shape, rngs=rngs)).weights_layout()
@@ -82,7 +87,7 @@ def test_the_labels_of_other_classes_do_not_go_back():
 def test_special_tokens_outside_of_a_smaller_vocabulary_do_not_go_back(family):
     """transformers refuses a padding token that its table of embeddings does not have."""
     tokens = {"bos_token_id": 1, "eos_token_id": [2, 60], "pad_token_id": 60}
-    table = decoder(from_hf({**TINY, "model_type": family, **tokens}, vocab_size=16)).weights_layout()
+    table = decoder(config_from_hf({**TINY, "model_type": family, **tokens}, vocab_size=16)).weights_layout()
     found = {**table["download"]["config"], **table["config"]}
     assert [found[key] for key in IDS] == [1, [2], None]
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**found))
@@ -90,12 +95,27 @@ def test_special_tokens_outside_of_a_smaller_vocabulary_do_not_go_back(family):
 
 def test_a_mixture_that_transformers_lacks():
     """It trains, and its files have jzero's own names; the report says why."""
-    config = from_hf(TINY, qk_norm=True)
+    config = config_from_hf(TINY, qk_norm="shared")
     assert decoder(config).weights_layout() is None
-    expected = "weights in files have jzero's own names: LlamaForCausalLM has no qk_norm=True"
+    expected = "weights in files have jzero's own names: LlamaForCausalLM has no qk_norm='shared'"
     assert expected in jzero.report(step_of(config))
     with pytest.raises(jzero.ConfigError, match="family = 'lama': must be one of llama"):
-        decoder(from_hf(TINY, family="lama")).weights_layout()
+        decoder(config_from_hf(TINY, family="lama")).weights_layout()
+
+
+def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
+    """Shape and weights come from the files that are there; nothing is downloaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--model"
+    torch_model("qwen2").save_pretrained(cached / "snapshots/0123")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0123")
+    model = from_hf("some/model")
+    step = jzero.make_train_step(model, {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    found, expected = (weights.load(name, step) for name in ("some/model", cached / "snapshots/0123"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    with pytest.raises(jzero.ConfigError, match=r"some/other: no such directory; .*hf download some/other"):
+        from_hf("some/other")
 
 
 # ------------------------------------------------------------------------------------------- mistakes
@@ -103,23 +123,35 @@ def test_a_mixture_that_transformers_lacks():
 SMALL_GPT = gpt2.GPT2Config(2, 32, 4, 48, vocab_size=V, max_positions=8)
 SMALL_VIT = vit.ViTConfig(2, 32, 4, 48, image_size=8, patch_size=4)
 NO_LAYERS = {key: x for key, x in GPT2.items() if key != "n_layer"}
-GEMMA2 = {"model_type": "gemma2", "sliding_window": 4, "layer_types": [*KINDS, *KINDS[::-1]]}
 CONFIGS = {
     "no such family": (
-        lambda: from_hf(TINY | {"model_type": "mamba"}),
-        "model_type = 'mamba': must be one of llama, m",
+        lambda: config_from_hf(TINY | {"model_type": "mamba"}),
+        "model_type = 'mamba': must be one of gpt2, b",
     ),
-    "no text_config": (lambda: from_hf(TINY | {"model_type": "gemma3"}), "model_type = 'gemma3': must be one of"),
+    "no text_config": (
+        lambda: config_from_hf(TINY | {"model_type": "gemma3"}),
+        "model_type = 'gemma3': must be one of",
+    ),
     "two at once": (
-        lambda: from_hf(TINY | {"attention_bias": True, "hidden_act": "relu"}),
-        "(?s)attention_bias = True.*hidden_act = 'relu'",
+        lambda: config_from_hf(TINY | {"use_bidirectional_attention": True, "hidden_act": "relu"}),
+        "(?s)use_bidirectional_attention = True.*hidden_act = 'relu'",
+    ),
+    "rope_type": (
+        lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "xpos", "factor": 4.0}}),
+        "rope_type = 'xpos': must be default, linear, dynamic, llama3, yarn, longrope",
     ),
     "yarn": (
-        lambda: from_hf(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-        "rope_type = 'yarn': must be default, linear or llama3",
+        lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        "has no original_max_position_embeddings for yarn",
     ),
-    "a pattern": (lambda: from_hf(TINY | GEMMA2), "global layers must be every n-th layer"),
-    "an odd head": (lambda: from_hf(TINY | {"head_dim": 5}), "2 must divide the width of a head"),
+    "whisper": (lambda: config_from_hf({"model_type": "whisper"}), "jzero's models lack an encoder of audio"),
+    "adapters": (
+        lambda: decoder(
+            config_from_hf(TINY | {"model_type": "glm4"}, lora=LoRAConfig(target_modules="all-linear"))
+        ).weights_layout(),
+        "target_modules has gate_proj, up_proj: files of glm4 have no such modules; it has down_proj, k_proj",
+    ),
+    "an odd head": (lambda: config_from_hf(TINY | {"head_dim": 5}), "2 must divide the rotated width of a head"),
     "patches": (lambda: dataclasses.replace(SMALL_VIT, patch_size=3), "patch_size = 3 must divide image_size = 8"),
     "heads": (lambda: dataclasses.replace(SMALL_GPT, num_heads=5), "num_heads = 5 must divide d_model = 32"),
     "padding": (
@@ -127,13 +159,11 @@ CONFIGS = {
         "pad_vocab_to = 0: must be at least 1",
     ),
     "no n_layer": (
-        lambda: gpt2.from_hf({"model_type": "gpt2", **NO_LAYERS, "activation_function": "relu"}),
+        lambda: config_from_hf({"model_type": "gpt2", **NO_LAYERS, "activation_function": "relu"}),
         "(?s)n_layer.*activation_function = 'relu': must be 'gelu_new'",
     ),
-    "not bert": (lambda: bert.from_hf({"model_type": "gpt2"}), "model_type = 'gpt2': must be bert"),
-    "not a decoder": (lambda: from_hf({"model_type": "gpt2"}), r"gpt2, bert and vit have a from_hf in models/gpt2\.py"),
     "a name of the Hub": (
-        lambda: from_hf("Qwen/Qwen3-8B"),
+        lambda: config_from_hf("Qwen/Qwen3-8B"),
         "^Qwen/Qwen3-8B: no such directory; .*hf download Qwen/Qwen3-8B --local-",
     ),
 }
@@ -157,16 +187,16 @@ def test_files_that_are_no_config(tmp_path):
         if text:
             file.write_text(text)
         with pytest.raises(jzero.ConfigError, match=words):
-            from_hf(path)
+            config_from_hf(path)
 
 
 def test_a_checkpoint_of_another_family(tmp_path):
     torch_model("qwen2").save_pretrained(tmp_path)
-    made = step_of(from_hf(torch_model("mistral").config.to_dict()))
+    made = step_of(config_from_hf(torch_model("mistral").config.to_dict()))
     with pytest.raises(jzero.ConfigError) as error:
         weights.load(tmp_path, made)
     assert 'model_type = "qwen2", not "mistral"' in str(error.value)
-    assert "build the model from these files: Decoder(jzero.models.families.from_hf(DIR)" in str(error.value)
+    assert "build the model from these files: jzero.models.from_hf(DIR)" in str(error.value)
     assert len(error.value.problems) == 1
 
 
@@ -180,14 +210,15 @@ PICTURES = {"images": np.ones((1, 3, 8, 8), "f4"), "labels": np.zeros(1, int)}
         ("decoder", {"input_ids": ROWS, "labels": ROWS}, "the batch has input_ids, labels; the decoder reads"),
         ("decoder", {"inputs": ROWS}, r"the batch has inputs; .* labels\[i\] is the token after inputs\[i\]"),
         ("decoder", ROWS, "the batch is ndarray; the decoder reads inputs and labels"),
-        ("gpt2", TEXTS[0], "a row has 12 tokens, but the model has 8 positions"),
+        ("gpt2", TEXT, "a row has 12 tokens, but the model has 8 positions"),
         ("vit", PICTURES, "with the channels last"),
     ],
     ids=["input_ids", "no labels", "no dict", "positions", "channels"],
 )
 def test_a_batch_for_transformers(module, batch, words):
     made = {
-        "decoder": lambda rngs: Decoder(from_hf(TINY), rngs=rngs), "gpt2": lambda rngs: gpt2.GPT2(SMALL_GPT, rngs=rngs),
+        "decoder": lambda rngs: Decoder(config_from_hf(TINY), rngs=rngs),
+        "gpt2": lambda rngs: gpt2.GPT2(SMALL_GPT, rngs=rngs),
         "vit": lambda rngs: vit.ViT(SMALL_VIT, rngs=rngs),
     }[module]  # fmt: skip
     model = jzero.from_flax(made)
@@ -198,8 +229,8 @@ def test_a_batch_for_transformers(module, batch, words):
 MAKERS = {
     "llama": lambda **changes: llama.preset("tiny", **changes),
     "mixtures": lambda **changes: mixtures.preset("mixtral-8x7b", **changes),
-    **{name: lambda f=f, **changes: f({}, **changes) for name, f in
-       {"families": from_hf, "gpt2": gpt2.from_hf, "bert": bert.from_hf, "vit": vit.from_hf}.items()},
+    **{name: lambda name=name, **changes: config_from_hf({"model_type": name}, **changes) for name in
+       ("qwen3", "gpt2", "bert", "vit")},
 }  # fmt: skip
 
 

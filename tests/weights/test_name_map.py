@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.weights import safetensors
+from jzero.weights.export import shards
 from jzero.weights.name_map import ShapeDtype, assign, leaves_of, tensors
 from jzero.weights.safetensors import File, TensorWriter
 
@@ -199,3 +200,36 @@ def test_a_coinciding_name_leaves_the_table_in_use(tmp_path):
     save_file(found | {"old_s": found["s"]}, tmp_path / "model.safetensors")
     with pytest.raises(jzero.ConfigError, match="some tensors are in two of"):
         loaded.load_weights(tmp_path)
+
+
+def test_parts_of_one_tensor(tmp_path):
+    """They lie in one tensor of one file, one after the other, and every damaged byte of it is found."""
+    leaves = {"q": ShapeDtype((4, 6), np.dtype("f4")), "k": ShapeDtype((4, 2), np.dtype("f4"))}
+    rows = [{"name": f"qk[{i}]", "leaf": leaf, "transposed": True} for i, leaf in enumerate("qk")]
+    some = tensors(leaves, {"tensors": rows})
+    assert [*shards(some, 8)] == ["model.safetensors"]
+    values = {name: np.random.default_rng(0).normal(size=x.shape).astype("f4") for name, x in leaves.items()}
+    file = tmp_path / "model.safetensors"
+    writer = TensorWriter({file: some})
+    for name, x in values.items():
+        writer.write(name, tuple(slice(0, n) for n in x.shape), x)
+    writer.close()
+    assert load_file(file).keys() == {"qk"}
+    np.testing.assert_array_equal(load_file(file)["qk"], np.concatenate([values["q"].T, values["k"].T]))
+
+    def total():
+        read = File.open(file)
+        expected = read.entries["qk"].checksum
+        read.divide("qk", some)
+        for tensor in some:
+            read.reshape(tensor.name, tensor.view)
+            parts = [part.copy() for _, part in read.windows(tensor.name, tuple(slice(0, n) for n in tensor.view))]
+            np.testing.assert_array_equal(parts[0], values[tensor.leaf].T)
+        return read.sums["qk"] % 2**64 - expected
+
+    assert total() == 0
+    content = bytearray(file.read_bytes())
+    content[-3:] = bytes(x ^ 1 for x in content[-3:])
+    file.write_bytes(content)
+    with pytest.raises(AssertionError):
+        total()

@@ -1,0 +1,65 @@
+"""The norms of a decoder, float32 inside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+if TYPE_CHECKING:
+    from .decoder_config import DecoderConfig
+
+
+class OffsetRMSNorm(nnx.Module):
+    """RMSNorm whose parameter is the scale minus one, as in Gemma."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.epsilon, self.scale = epsilon, nnx.Param(jnp.zeros(width))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
+        return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class HeadsNorm(nnx.Module):
+    """A norm of queries or keys [B, S, K, G, C] with a scale for each head.
+
+    Args:
+      axes: those of the mean: of a head (Cohere, StableLM), or of all heads together (OLMo 2).
+      centered: subtracts the mean, as LayerNorm does.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[int, ...], epsilon: float, centered: bool):
+        self.axes, self.epsilon, self.centered = axes, epsilon, centered
+        self.scale = nnx.Param(jnp.ones(shape))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        if self.centered:
+            wide = wide - wide.mean(self.axes, keepdims=True)
+        wide = wide * jax.lax.rsqrt((wide**2).mean(self.axes, keepdims=True) + self.epsilon)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def make_norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:
+    """Make the config's norm of the last dimension."""
+    width, epsilon = width or config.d_model, config.norm_eps
+    if config.norm == "rms":
+        return nnx.RMSNorm(width, epsilon=epsilon, rngs=rngs)
+    if config.norm == "offset_rms":
+        return OffsetRMSNorm(width, epsilon)
+    return nnx.LayerNorm(width, epsilon=epsilon, use_bias=config.norm == "layer", rngs=rngs)
+
+
+def query_key_norms(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Module]:
+    """Make the norms of queries and keys: of [..., C] if all heads share a scale, otherwise of [..., K, G, C]."""
+    c = config
+    if c.qk_norm == "shared":
+        return make_norm(c, rngs, c.head_dim), make_norm(c, rngs, c.head_dim)
+    axes = (-1,) if c.qk_norm == "each" else (-3, -2, -1)
+    shapes = (c.num_kv_heads, c.num_groups, c.head_dim), (c.num_kv_heads, 1, c.head_dim)
+    queries, keys = (HeadsNorm(shape, axes, c.norm_eps, c.norm.startswith("layer")) for shape in shapes)
+    return queries, keys

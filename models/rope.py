@@ -1,0 +1,145 @@
+"""Rotary positions (Su et al., arXiv:2104.09864), and how their frequencies are stretched for long contexts.
+
+Shape suffixes: B batch, S sequence, H heads, C width of a head, R rotated dimensions, the first ones of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Rope(NamedTuple):
+    """The angles per position [R / 2], float32, and the factor of the rotated vectors' length."""
+
+    frequency: jax.Array
+    magnitude: float | jax.Array = 1.0
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those of pretraining.
+
+    "linear" divides all by `factor` (Chen et al., arXiv:2306.15595). "llama3" divides those with fewer than `low` turns
+    in `original` positions, keeps those with more than `high`, and interpolates between (Llama 3.1). "yarn" does so by
+    dimension (Peng et al., arXiv:2309.00071). "dynamic" enlarges the base for rows longer than `original`. "longrope"
+    divides each by a number of its own, from `long` for such rows and from `short` otherwise (arXiv:2402.13753).
+
+    Attributes:
+      original: positions in pretraining.
+      attention_factor: multiplies the rotated queries and keys; default: that of the method.
+      mscale, mscale_all: yarn's default is mscale's factor divided by mscale_all's, if both are given.
+      truncate: yarn rounds the first and the last dimension of the interpolation outwards.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all: float | None = None
+    truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    def stretch(self, theta: float, half: int, length: int) -> jax.Array:
+        """Compute the frequencies [half] of a row of `length` tokens."""
+        if self.kind == "dynamic":
+            ratio = max(length, self.original) / self.original
+            theta = theta * (self.factor * ratio - self.factor + 1) ** (half / (half - 1))
+        frequency = _plain(theta, half)
+        if self.kind == "linear":
+            return frequency / self.factor
+        if self.kind == "longrope":
+            return frequency / jnp.asarray(self.long if length > self.original else self.short, jnp.float32)
+        if self.kind == "llama3":
+            turns = self.original * frequency / (2 * np.pi)
+            kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        elif self.kind == "yarn":
+            first, last = (self._dimension(turns, theta, half) for turns in (self.high, self.low))
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, 2 * half - 1)
+            kept = 1 - jnp.clip((jnp.arange(half) - first) / max(last - first, 0.001), 0, 1)
+        else:
+            return frequency
+        return frequency * (kept + (1 - kept) / self.factor)
+
+    def _dimension(self, turns: float, theta: float, half: int) -> float:
+        """Return the dimension that makes this many turns in the original positions."""
+        return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None or self.kind not in ("yarn", "longrope") or self.factor <= 1:
+            return 1.0 if self.attention_factor is None else self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
+        grown = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all:
+            return (grown * self.mscale + 1) / (grown * self.mscale_all + 1)
+        return grown + 1
+
+
+def _plain(theta: float, half: int) -> jax.Array:
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def frequencies(width: int, theta: float, scaling: RopeScaling | None = None, length: int = 0) -> Rope:
+    """Compute the angles per position [width / 2], for rows of `length` tokens."""
+    if scaling is None:
+        return Rope(_plain(theta, width // 2))
+    return Rope(scaling.stretch(theta, width // 2, length), scaling.magnitude)
+
+
+def either(condition: jax.Array, a: Rope, b: Rope) -> Rope:
+    """Choose between two kinds of layers."""
+    same = isinstance(a.magnitude, float) and a.magnitude == b.magnitude
+    magnitude = a.magnitude if same else jnp.where(condition, a.magnitude, b.magnitude)
+    return Rope(jnp.where(condition, a.frequency, b.frequency), magnitude)
+
+
+def rope(
+    x_BSHC: jax.Array, theta: float | Rope, positions_BS: jax.Array | None = None, interleaved: bool = False
+) -> jax.Array:
+    """Rotate queries or keys by their positions.
+
+    The angles are float32: in half precision, the angles of distant positions would round to the same value.
+
+    Args:
+      x_BSHC: queries or keys.
+      theta: the base of the frequencies, or the `frequencies` themselves, of C or fewer dimensions.
+      positions_BS: default: 0 to S - 1.
+      interleaved: a pair is two neighbours (Cohere, GLM), and not one of each half.
+    """
+    frequency, magnitude = theta if isinstance(theta, Rope) else frequencies(x_BSHC.shape[-1], theta)
+    R = 2 * frequency.shape[-1]
+    positions = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32) if positions_BS is None else positions_BS
+    angle_S1R = positions.astype(jnp.float32)[..., None, None] * frequency
+    cos, sin = jnp.cos(angle_S1R), jnp.sin(angle_S1R)
+    if not (isinstance(magnitude, float) and magnitude == 1):
+        cos, sin = cos * magnitude, sin * magnitude
+    wide = x_BSHC[..., :R].astype(jnp.float32)
+    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    pairs = [a * cos - b * sin, b * cos + a * sin]
+    turned = jnp.stack(pairs, axis=-1).reshape(wide.shape) if interleaved else jnp.concatenate(pairs, axis=-1)
+    turned = turned.astype(x_BSHC.dtype)
+    return turned if x_BSHC.shape[-1] == R else jnp.concatenate([turned, x_BSHC[..., R:]], axis=-1)
+
+
+def segment_positions(segments_BS: jax.Array) -> jax.Array:
+    """Number the tokens of each segment from 0, for embeddings of absolute positions in packed rows.
+
+    >>> segment_positions(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
+    [[0, 1, 0, 1, 2, 0]]
+    """
+    index = jnp.arange(segments_BS.shape[1])
+    begins = jnp.pad(segments_BS[:, 1:] != segments_BS[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)

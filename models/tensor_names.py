@@ -1,0 +1,129 @@
+"""The names of a decoder's weights in files: rows of a `weights_layout`, see `jzero.weights.name_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jzero.errors import ConfigError
+
+from .blocks import norm_rows
+from .decoder_config import DecoderConfig
+from .moe_families import mixture_rows
+
+Row = dict[str, Any]
+# Llama's names; those of the layers follow that of the layer. {part} stands for q, k, v, or for gate, up. Without it,
+# one tensor has all parts: of each head in turn (qkv), or one after the other (gate_up, and qkv with "[part]").
+NAMES = {
+    "embed": "model.embed_tokens", "layer": "model.layers.{layer}.", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "qkv": "self_attn.{part}_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
+    "gate_up": "mlp.{part}_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+OUTSIDE = ("embed", "norm", "head", "layer")  # of the layers
+
+
+def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
+    """List the rows of all weights.
+
+    Args:
+      names: those that differ from Llama's.
+    """
+    c, names = config, {**NAMES, **names}
+    names = {key: names["layer"] + x if key not in OUTSIDE else x for key, x in names.items()}
+
+    def norm(name: str, leaf: str) -> list[Row]:
+        rows = norm_rows(names[name], leaf)
+        return rows if c.norm == "layer" else rows[:1]
+
+    before, after = c.norms != "after", c.norms != "before"
+    rows = embedding(f"{names['embed']}.weight", "ends/embed", c.vocab_size, c.vocab_rows)
+    rows += norm("attention_norm", "stack/attention_norm") if before else []
+    rows += _attention(c, names)
+    rows += norm("attention_post_norm", "stack/attention_post_norm") if after else []
+    rows += norm("mlp_norm", "stack/mlp_norm") if before and c.parallel != "one_norm" else []
+    rows += norm("mlp_post_norm", "stack/mlp_post_norm") if after else []
+    rows += mixture_rows(c.family, c.mixture, c.d_model, names["layer"]) if c.mixture else _feed_forward(c, names)
+    rows += norm("norm", "ends/norm")
+    if not c.tied:
+        rows.append(_matrix(names["head"], "ends/head", [0, c.vocab_size]))
+        if c.vocab_rows > c.vocab_size:
+            rows.append({"name": None, "leaf": "ends/head/kernel", "columns": [c.vocab_size, c.vocab_rows]})
+    _check_adapters(c, rows)
+    return rows
+
+
+def embedding(name: str, leaf: str, size: int, rows: int) -> list[Row]:
+    """Describe a table whose rows after `size` are padding."""
+    padding = {"name": None, "leaf": leaf, "rows": [size, rows]}
+    return [{"name": name, "leaf": leaf, "rows": [0, size]}, *([padding] if rows > size else [])]
+
+
+def _matrix(name: str, leaf: str, columns: list[int] | None = None) -> Row:
+    return {"name": f"{name}.weight", "leaf": f"{leaf}/kernel", "columns": columns, "transposed": True}
+
+
+def _bias(name: str, leaf: str, has: bool) -> list[Row]:
+    return [{"name": f"{name}.bias", "leaf": f"{leaf}/bias"}] if has else []
+
+
+def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
+    G, leaf, rows = c.num_groups, "stack/attention/qkv", []
+    template, number = names["qkv"].removesuffix("[part]"), names["qkv"].endswith("[part]")
+    parts = {"q": (0, G), "k": (G, G + 1), "v": (G + 1, G + 2)}
+    parts = parts if number or "{part}" in template else {"": (0, G + 2)}
+    for i, (part, (start, stop)) in enumerate(parts.items()):
+        name, width = template.replace("{part}", part), c.num_kv_heads * (stop - start) * c.head_dim
+        end = f"[{i}]" if number else ""
+        cut = {"slices": [[2, start, stop]], "transposed": [1, 2, 3, 0], "reshape": [width, c.d_model]}
+        rows.append({"name": f"{name}.weight{end}", "leaf": f"{leaf}/kernel", **cut})
+        if c.qkv_bias:
+            cut = {"slices": [[1, start, stop]], "reshape": [width]}
+            rows.append({"name": f"{name}.bias{end}", "leaf": f"{leaf}/bias", **cut})
+    for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)) if c.qk_norm else ():
+        rows += _head_norm(c, names[f"{part}_norm"], f"stack/attention/{part}_norm", heads)
+    out = names["out"], "stack/attention/out"
+    return [*rows, _matrix(*out), *_bias(*out, c.out_bias)]
+
+
+def _head_norm(c: DecoderConfig, name: str, leaf: str, heads: int) -> list[Row]:
+    row = {"name": f"{name}.weight", "leaf": f"{leaf}/scale"}
+    if c.qk_norm == "shared":
+        return norm_rows(name, leaf) if c.norm == "layer" else [row]
+    if "{head}" not in name:
+        return [{**row, "reshape": [heads, c.head_dim] if c.qk_norm == "each" else [heads * c.head_dim]}]
+    group = heads // c.num_kv_heads
+    rows = []
+    for head in range(heads):
+        (k, g), one = divmod(head, group), {"reshape": [c.head_dim]}
+        cut = {"slices": [[0, k, k + 1], [1, g, g + 1]], **one}
+        rows.append({**row, "name": row["name"].replace("{head}", str(head)), **cut})
+    return rows
+
+
+def _feed_forward(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
+    down = names["down"], "stack/mlp/down"
+    last = [_matrix(*down), *_bias(*down, c.mlp_bias)]
+    if not c.gated:
+        up = names["up"], "stack/mlp/up"
+        return [_matrix(*up), *_bias(*up, c.mlp_bias), *last]
+    rows, leaf = [], "stack/mlp/gate_up"
+    parts = {"gate": (0, 1), "up": (1, 2)} if "{part}" in names["gate_up"] else {"": (0, 2)}
+    for part, (start, stop) in parts.items():
+        name, width = names["gate_up"].replace("{part}", part), c.d_ff * (stop - start)
+        cut = {"slices": [[1, start, stop]], "transposed": [1, 2, 0], "reshape": [width, c.d_model]}
+        rows.append({"name": f"{name}.weight", "leaf": f"{leaf}/kernel", **cut})
+        if c.mlp_bias:
+            rows.append({"name": f"{name}.bias", "leaf": f"{leaf}/bias", "rows": [start, stop], "reshape": [width]})
+    return [*rows, *last]
+
+
+def _check_adapters(c: DecoderConfig, rows: list[Row]) -> None:
+    """Refuse adapters of modules that the family's files do not have, such as one of several in one matrix."""
+    modules = {(row["name"] or "").removesuffix(".weight").rpartition(".")[2] for row in rows}
+    if lacking := [name for name in (c.lora.target_modules if c.lora else ()) if name not in modules]:
+        has = sorted(modules & {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+        raise ConfigError(
+            f"lora.target_modules has {', '.join(lacking)}: files of {c.family} have no such modules; "
+            + (f"it has {', '.join(has)}" if has else "adapters have no names there")
+        )
