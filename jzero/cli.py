@@ -167,8 +167,17 @@ def replay(args: Namespace) -> int:
     return replay.main(args.directory, args.model)
 
 
+def run_demo(args: Namespace) -> int:
+    """Train a small model, and print what it learns."""
+    from jzero.recipes import demo
+
+    demo.train_demo(args.steps)
+    return 0
+
+
 OTHERS: dict[str, Callable[[Namespace], int]] = {
-    "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export, "replay": replay,
+    "demo": run_demo, "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export,
+    "replay": replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46707,
-    "files": 254,
-    "statements": 27286,
+    "lines": 46829,
+    "files": 256,
+    "statements": 27354,
     "Any": 1180,
-    "rooms": 38,
-    "floors": 15,
-    "arrows": 236,
+    "rooms": 39,
+    "floors": 16,
+    "arrows": 241,
     "functions over 60 lines": 3,
     "functions with more than 7 arguments": 9,
     "public names defined twice": 9,

@@ -12,6 +12,7 @@ from jzero.values.kinds import closest
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
 COMMANDS = {
+    "demo": "train a small model in a minute, on text that every Python has",
     "run": "start a script once per GPU, on one host or many; the command if none is named",
     "report": "list versions, devices and faults of this machine, or of all hosts of a hostfile",
     "plan": "compile a step for GPUs that need not be there: its memory, collectives and time",
@@ -106,6 +107,10 @@ RUN = {
     ],
 }
 OTHERS = {
+    "demo": Command(
+        "Train a byte-level Llama of 0.5 M parameters on Python's documentation; print its curve and three samples.",
+        [option("--steps N", "default 160, under a minute on two cores", type=int, default=160)],
+    ),
     "report": Command(
         "`jzero report`: versions and devices of every host, what JAX finds on this one, and what is wrong.",
         [
