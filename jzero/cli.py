@@ -175,9 +175,17 @@ def run_demo(args: Namespace) -> int:
     return 0
 
 
+def run_finetune(args: Namespace) -> int:
+    """Tune a model on a file."""
+    from jzero.recipes.finetune import finetune
+
+    finetune(**vars(args))
+    return 0
+
+
 OTHERS: dict[str, Callable[[Namespace], int]] = {
-    "demo": run_demo, "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export,
-    "replay": replay,
+    "demo": run_demo, "finetune": run_finetune, "report": report, "plan": plan, "calibrate": calibrate, "plot": plot,
+    "export": export, "replay": replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -213,6 +213,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     family = FAMILIES.get(config.family)
     if family is None:
         raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
+    if config.lora and config.lora.quantized:
+        return None, ["weights in files have jzero's own names: these are quantised"]
     wrong = [
         f"{key}={getattr(config, key)!r}"
         for key, plain in DIFFERENCES.items()

@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46829,
-    "files": 256,
-    "statements": 27354,
-    "Any": 1180,
+    "lines": 47752,
+    "files": 262,
+    "statements": 27930,
+    "Any": 1197,
     "rooms": 39,
     "floors": 16,
-    "arrows": 241,
+    "arrows": 250,
     "functions over 60 lines": 3,
     "functions with more than 7 arguments": 9,
     "public names defined twice": 9,
