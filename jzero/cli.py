@@ -183,9 +183,17 @@ def run_finetune(args: Namespace) -> int:
     return 0
 
 
+def list_recipes(args: Namespace) -> int:
+    """Print the recipes, or the config of one."""
+    from jzero.recipes.recipe_table import recipes_text
+
+    print(recipes_text(args.name, args.price))
+    return 0
+
+
 OTHERS: dict[str, Callable[[Namespace], int]] = {
-    "demo": run_demo, "finetune": run_finetune, "report": report, "plan": plan, "calibrate": calibrate, "plot": plot,
-    "export": export, "replay": replay,
+    "demo": run_demo, "finetune": run_finetune, "recipes": list_recipes, "report": report, "plan": plan,
+    "calibrate": calibrate, "plot": plot, "export": export, "replay": replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 47752,
-    "files": 262,
-    "statements": 27930,
-    "Any": 1197,
+    "lines": 47858,
+    "files": 263,
+    "statements": 27992,
+    "Any": 1199,
     "rooms": 39,
     "floors": 16,
     "arrows": 250,

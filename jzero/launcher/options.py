@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "train a small model in a minute, on text that every Python has",
     "run": "start a script once per GPU, on one host or many; the command if none is named",
     "finetune": "tune a model on a file: texts, completions, conversations or preferences",
+    "recipes": "list configs of published models for H100s and H200s, with their plans",
     "report": "list versions, devices and faults of this machine, or of all hosts of a hostfile",
     "plan": "compile a step for GPUs that need not be there: its memory, collectives and time",
     "calibrate": "measure the rates of this machine's GPUs for plans",
@@ -155,6 +156,14 @@ OTHERS = {
     "demo": Command(
         "Train a byte-level Llama of 0.5 M parameters on Python's documentation; print its curve and three samples.",
         [option("--steps N", "default 160, under a minute on two cores", type=int, default=160)],
+    ),
+    "recipes": Command(
+        "List configs of published models on H100s and H200s: planned speed and memory, days and cost. With a name, "
+        "print the config.",
+        [
+            option("name NAME", "of the recipe whose config is printed", nargs="?"),
+            option("--price P", "dollars of a GPU for an hour (default 2.5)", type=float),
+        ],
     ),
     "report": Command(
         "`jzero report`: versions and devices of every host, what JAX finds on this one, and what is wrong.",

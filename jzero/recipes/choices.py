@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jzero.adapters.from_flax import from_flax
-from jzero.config.sizes import MICRO, TRAIN
 from jzero.config.config import read_config
+from jzero.config.sizes import MICRO, TRAIN
+from jzero.display.text_table import size_text
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.models.decoder import Decoder
@@ -27,7 +28,6 @@ from jzero.recipes.fitting import Fit, choose_fit
 from jzero.recipes.starting_point import StartingPoint
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
-from jzero.display.text_table import size_text
 from jzero.weights.export import parse_size
 
 Method = Literal["full", "lora", "qlora"]

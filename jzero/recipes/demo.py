@@ -11,7 +11,6 @@ import numpy as np
 from jzero.adapters.from_flax import from_flax
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
-from jzero.events import StepEnded
 from jzero.models.llama import Llama, preset
 from jzero.run.engine import Engine
 from jzero.run.initialize import initialize
@@ -55,11 +54,8 @@ def train_demo(steps: int) -> Demo:
         config=config,
         training_data={name: x[: -2 * ROWS] for name, x in data.items()},
     )
-    losses: list[float] = []
-    engine.on(StepEnded, lambda event: losses.append(event.metrics["loss"]))
-    for _ in range(steps):
-        engine.train_batch()
-    held_out = float(engine.eval_batch(held))  # waits for the last step
+    losses = [float(loss) for loss in [engine.train_batch() for _ in range(steps)]]
+    held_out = float(engine.eval_batch(held))
     samples = continue_prompts(engine)
     log_dist(f"\n{curve(losses)}\nloss on text that it has not seen: {held_out:.2f} nats per byte\n")
     log_dist("\n\n".join(samples), ranks=[0])

@@ -13,7 +13,6 @@ import numpy as np
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
-from jzero.events import StepEnded
 from jzero.models.preferences import SIDES, PreferenceDecoder
 from jzero.recipes.choices import PREFERENCES, Choices, Options, choose, with_reference
 from jzero.recipes.examples import read_examples
@@ -106,8 +105,7 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
 def train(engine: Engine, choices: Choices, reference: np.ndarray, o: Options) -> tuple[list[float], dict[int, float]]:
     """Take the steps; evaluate, and keep the best and the last checkpoint. Return the losses, and those held out."""
     home, has_frozen = Path(o.out) / "checkpoints", bool(choices.shape.lora)
-    losses: list[float] = []
-    engine.on(StepEnded, lambda event: losses.append(event.metrics["loss"]))
+    losses: list[jax.Array] = []
     rows = Part(choices, choices.train, reference)
     batches = iter(RepeatingLoader(DataLoader(rows, engine.step_fn, seed=o.seed)))
     held = Part(choices, choices.held, reference).all() if len(choices.held) else None
@@ -115,7 +113,7 @@ def train(engine: Engine, choices: Choices, reference: np.ndarray, o: Options) -
     every, waited = max(1, choices.steps // o.evaluations), 0
     for step in range(choices.steps + 1):
         if step:
-            engine.train_batch(batches)
+            losses.append(engine.train_batch(batches))
         if held is not None and (step % every == 0 or step == choices.steps):
             loss = float(engine.eval_batch(held))
             is_best = loss < min(held_out.values(), default=np.inf)
@@ -127,7 +125,7 @@ def train(engine: Engine, choices: Choices, reference: np.ndarray, o: Options) -
                 log_dist(f"stopped: no better held-out loss in --patience {o.patience} evaluations")
                 break
     engine.save_checkpoint(home, "last", exclude_frozen_parameters=has_frozen).wait()
-    return losses, held_out
+    return [float(loss) for loss in losses], held_out
 
 
 def log_probabilities(engine: Engine, choices: Choices) -> np.ndarray:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from jzero.config.sizes import MICRO
 from jzero.display.slow_work import slow_work
+from jzero.display.text_table import size_text
 from jzero.planner.candidates import POLICIES, POLICY, Raw, merged
 from jzero.planner.memory import memory
 from jzero.step.train_step import TrainStep
 from jzero.tree import PyTree
-from jzero.display.text_table import size_text
 
 MANY = 4096  # tokens of a micro-batch on a device, from which larger ones are hardly faster
 SLACK = 0.97  # of the memory: a larger micro-batch is tried if the two smallest predict this
