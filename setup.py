@@ -6,5 +6,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["jzero*"]), "jzero.models"],
     package_dir={"jzero.models": "models"},
-    package_data={"jzero": ["py.typed"]},
+    package_data={"jzero": ["py.typed"], "jzero.recipes": ["recipes.json"]},
 )

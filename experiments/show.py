@@ -17,7 +17,6 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import jzero
-from jzero.errors import no_such_directory
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -119,32 +118,12 @@ def existing_file(name: str) -> Path:
     return Path(name)
 
 
-def downloaded_model(name: str) -> Path:
-    """Return the path of a model's directory, as `existing_file` does."""
-    if not Path(name).is_dir():
-        raise argparse.ArgumentTypeError(no_such_directory(Path(name)))
-    return Path(name)
-
-
-def dataset_name(name: str) -> str:
-    """Return a JSONL file or the name of a data set of Hugging Face, as `existing_file` does."""
-    if Path(name).suffix in (".json", ".jsonl"):
-        existing_file(name)
-    return name
-
-
 def read_config(args: argparse.Namespace) -> tuple[jzero.Config, int]:
     """Read an example's config, whose curves go to --out; return it and the number of steps."""
     read = json.loads(args.config.read_text())
     monitor = {"enabled": True, "output_path": str(args.out), "job_name": "curves"}
     config = jzero.Config.load({**read, "jsonl_monitor": monitor})
     return config, steps_of(args.steps, config)
-
-
-def before_and_after(questions: list[str], before: list[str], after: list[str]) -> None:
-    """Print the answers to each question."""
-    for question, old, new in zip(questions, before, after, strict=True):
-        jzero.log_dist(f"{question}\n  before: {old}\n  after:  {new}")
 
 
 def finish(out: Path, losses: Sequence[float], lines: Mapping[str, Curve | str], title: str) -> list[float]:

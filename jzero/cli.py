@@ -174,9 +174,33 @@ def replay(args: Namespace) -> int:
     return replay.main(args.directory, args.model)
 
 
+def run_demo(args: Namespace) -> int:
+    """Train a small model, and print what it learns."""
+    from jzero.recipes import demo
+
+    demo.train_demo(args.steps)
+    return 0
+
+
+def run_finetune(args: Namespace) -> int:
+    """Tune a model on a file."""
+    from jzero.recipes.finetune import finetune
+
+    finetune(**vars(args))
+    return 0
+
+
+def list_recipes(args: Namespace) -> int:
+    """Print the recipes, or the config of one."""
+    from jzero.recipes.recipe_table import recipes_text
+
+    print(recipes_text(args.name, args.price))
+    return 0
+
+
 OTHERS: dict[str, Callable[[Namespace], int]] = {
-    "report": report, "plan": plan, "calibrate": calibrate, "plot": plot, "export": export, "import": import_run,
-    "replay": replay,
+    "demo": run_demo, "finetune": run_finetune, "recipes": list_recipes, "report": report, "plan": plan,
+    "calibrate": calibrate, "plot": plot, "export": export, "import": import_run, "replay": replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

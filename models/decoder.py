@@ -367,6 +367,8 @@ class Decoder(nnx.Module):
     @property
     def fused_matrices(self) -> dict[str, tuple]:
         """The cuts of the parameters that contain several matrices, see `jzero.model`."""
+        if self.config.lora and self.config.lora.quantized:
+            return {}  # frozen, so no optimizer sees them
         cuts = {"stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1))}
         mixture = self.config.mixture
         if mixture is None:

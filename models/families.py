@@ -277,6 +277,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     family = FAMILIES.get(config.family)
     if family is None:
         raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
+    if config.lora and config.lora.quantized:
+        return None, ["weights in files have jzero's own names: these are quantised"]
     content = config_json(config, family)
     if wrong := _lost(config, content):
         return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
@@ -332,7 +334,7 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the content of a config.json, for `transformers` 4 and 5."""
     c, there = config, config.download.config if config.download else {}
     kept = there.get("hidden_act")
-    kept = kept if ACTIVATIONS.get(kept) == c.activation else None
+    kept = kept if kept and ACTIVATIONS.get(kept) == c.activation else None
     plain = c.head_width is None and there.get("head_dim", 0) is None
     content = {
         "architectures": [family.architecture],

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jzero.errors import ConfigError
+
+from .quantized import Kind, product, quantize_kernel
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -30,11 +32,13 @@ class LoRAConfig:
     Attributes:
       r: the rank.
       target_modules: the modules with an adapter; "all-linear" stands for all of `MODULES`.
+      quantized: the layers' matrices, which are frozen, are kept in 4 bits (NF4) or 8; see models/quantized.py.
     """
 
     r: int = 8
     lora_alpha: float = 8
     target_modules: Sequence[str] = ("q_proj", "v_proj")
+    quantized: Kind | None = None
 
     def __post_init__(self):
         asked = self.target_modules
@@ -43,6 +47,8 @@ class LoRAConfig:
             raise ConfigError(
                 f'LoRAConfig: target_modules = {asked!r}: must be "all-linear", or a list of {", ".join(MODULES)}'
             )
+        if self.quantized not in (None, *get_args(Kind)):
+            raise ConfigError(f"LoRAConfig: quantized = {self.quantized!r}: must be None, {', '.join(get_args(Kind))}")
         if self.r < 1:
             raise ConfigError(f"LoRAConfig: r = {self.r}: must be at least 1")
         object.__setattr__(self, "target_modules", tuple(name for name in MODULES if name in targets))
@@ -72,10 +78,11 @@ class FusedLinear(nnx.LinearGeneral):
         self.cut, self.widths, self.scale = cut - len(shape), tuple(widths.items()), lora.scale if lora else 0.0
         other = prod(shape) // shape[cut]
         _add_adapters(self, d_in, {name: width * other for name, width in self.widths}, lora, rngs)
+        quantize_kernel(self, lora.quantized if lora else None)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
-        y = super().__call__(inputs, out_sharding)
+        y = super().__call__(inputs, out_sharding) if hasattr(self, "kernel") else product(self, inputs)
         parts = jnp.split(y, [*accumulate(width for _, width in self.widths)][:-1], axis=self.cut)
         return tuple(_adapted(self, name, inputs, part) for (name, _), part in zip(self.widths, parts, strict=True))
 
@@ -87,9 +94,11 @@ class LoRALinear(nnx.Linear):
         super().__init__(d_in, d_out, rngs=rngs, **options)
         self.name, self.scale = name, lora.scale
         _add_adapters(self, d_in, {name: d_out}, lora, rngs)
+        quantize_kernel(self, lora.quantized)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        return _adapted(self, self.name, inputs, super().__call__(inputs, out_sharding))
+        y = super().__call__(inputs, out_sharding) if hasattr(self, "kernel") else product(self, inputs)
+        return _adapted(self, self.name, inputs, y)
 
 
 def _add_adapters(
@@ -148,6 +157,6 @@ def config_json(lora: LoRAConfig) -> dict[str, Any]:
 
 def linear(d_in: int, d_out: int, name: str, lora: LoRAConfig | None, *, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
     """Make a layer that computes one module, with its adapter if `lora` asks for one."""
-    if lora is None or name not in lora.target_modules:
+    if lora is None or name not in (MODULES if lora.quantized else lora.target_modules):
         return nnx.Linear(d_in, d_out, rngs=rngs, **options)
     return LoRALinear(d_in, d_out, name, lora, rngs=rngs, **options)

@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 47811,
-    "files": 259,
-    "statements": 28007,
-    "Any": 1152,
-    "rooms": 39,
-    "floors": 15,
-    "arrows": 245,
+    "lines": 48956,
+    "files": 268,
+    "statements": 28710,
+    "Any": 1171,
+    "rooms": 40,
+    "floors": 16,
+    "arrows": 259,
     "functions over 60 lines": 2,
     "functions with more than 7 arguments": 10,
     "public names defined twice": 9,

@@ -12,7 +12,10 @@ from jzero.values.kinds import closest
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "k8s")
 COMMANDS = {
+    "demo": "train a small model in a minute, on text that every Python has",
     "run": "start a script once per GPU, on one host or many; the command if none is named",
+    "finetune": "tune a model on a file: texts, completions, conversations or preferences",
+    "recipes": "list configs of published models for H100s and H200s, with their plans",
     "report": "list versions, devices and faults of this machine, or of all hosts of a hostfile",
     "plan": "compile a step for GPUs that need not be there: its memory, collectives and time",
     "calibrate": "measure the rates of this machine's GPUs for plans",
@@ -106,7 +109,63 @@ RUN = {
         option("--dry_run", "start nothing; print the plan as JSON, or the JobSet as YAML"),
     ],
 }
+FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
+    option("--out DIR", "a new or empty directory (default finetuned)"),
+    option("--method", "default: lora for downloads, full for presets", choices=["full", "lora", "qlora"]),
+    option("--tokenizer DIR", "default: the model's; of a preset: bytes"),
+    option("--length TOKENS", "of a row (default: as the longest sample, at most 2048)", type=int),
+    option("--batch ROWS", "of a step (default 16, or fewer for few rows)", type=int),
+    option("--micro_batch ROWS", "of a device at a time (default: the fastest that fits)", type=int),
+    option("--recompute", "in the backward pass (default: the least that fits)", choices=["none", "matmuls", "full"]),
+    option("--epochs N", "default 3", type=float),
+    option("--steps N", "instead of --epochs", type=int),
+    option("--lr RATE", "default 2e-5 for full, 2e-4 for lora, 1e-3 for presets; a tenth for preferences", type=float),
+    option("--rank N", "of the adapters (default 16)", type=int),
+    option("--quantize", "of the frozen matrices under qlora (default nf4)", choices=["nf4", "int8"]),
+    option(
+        "--beta B", "of preferences: how dear it is to leave the model before the training (default 0.1)", type=float
+    ),
+    option(
+        "--no_pack",
+        "one sample a row (default: several, which attention keeps apart)",
+        dest="pack",
+        action="store_false",
+    ),
+    option("--held_out SHARE", "of the rows, for evaluations; 0: none (default 0.05)", type=float),
+    option("--evaluations N", "in the run (default 10)", type=int),
+    option("--patience N", "stop after N evaluations without a better loss", type=int),
+    option("--memory SIZE", "of a device to use, as 40GB (default: all that it has)"),
+    option("--config FILE", "sections of a config that replace the chosen ones"),
+    option("--seed N", "default 0", type=int),
+]
 OTHERS = {
+    "finetune": Command(
+        "Tune a model on a file, and write a directory that transformers and vLLM load. Every choice is printed with "
+        "the option that changes it.",
+        [
+            option(
+                "model MODEL", "a directory of transformers, a hub id in the local cache, or a preset: qwen3-8b, ..."
+            ),
+            option(
+                "data DATA",
+                "JSONL (text; prompt, completion; messages; prompt, chosen, rejected), a text file, "
+                "Parquet, or a directory of datasets",
+            ),
+            *((names, {"default": argparse.SUPPRESS, **settings}) for names, settings in FINETUNE),
+        ],
+    ),
+    "demo": Command(
+        "Train a byte-level Llama of 0.5 M parameters on Python's documentation; print its curve and three samples.",
+        [option("--steps N", "default 160, under a minute on two cores", type=int, default=160)],
+    ),
+    "recipes": Command(
+        "List configs of published models on H100s and H200s: planned speed and memory, days and cost. With a name, "
+        "print the config.",
+        [
+            option("name NAME", "of the recipe whose config is printed", nargs="?"),
+            option("--price P", "dollars of a GPU for an hour (default 2.5)", type=float),
+        ],
+    ),
     "report": Command(
         "`jzero report`: versions and devices of every host, what JAX finds on this one, and what is wrong.",
         [
@@ -121,8 +180,9 @@ OTHERS = {
             option("config CONFIG", "a config file"),
             option(
                 "--model NAME",
-                "llama:PRESET, gpt2:PRESET, moe:PRESET, or package.module:function, which returns a model, or it and a "
-                "function from the global batch size to the batch's shapes (default llama:8b)",
+                "a published model (llama3-8b, qwen3-8b, mistral-7b, ...), llama:PRESET, gpt2:PRESET, moe:PRESET, a "
+                "directory with config.json, or package.module:function, which returns a model, or it and a function "
+                "from the global batch size to the batch's shapes (default llama:8b)",
                 default="llama:8b",
             ),
             option("--set FIELD=VALUE", "change a preset's shape: num_layers=16", action="append", default=[]),

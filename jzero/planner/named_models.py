@@ -1,4 +1,4 @@
-"""The models that `jzero plan --model` names: presets, or the user's own by module and function."""
+"""The models that `jzero plan --model` names: presets, downloads, or the user's own by module and function."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jzero.tree import PyTree
 from jzero.values.parameters import did_you_mean
 
 Shapes = Callable[[int], PyTree]
+LLAMA3 = {"8b": "llama3-8b", "70b": "llama3-70b", "405b": "llama3.1-405b"}  # whose layers the presets have
 GPT2 = {  # layers, width, heads, width of the MLP (Radford et al., 2019)
     "small": (12, 768, 12, 3072),
     "medium": (24, 1024, 16, 4096),
@@ -35,7 +36,8 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     """Return a model, and the function from the global batch size to the shapes of a batch.
 
     Args:
-      name: "llama:8b", "gpt2:xl", "moe:mixtral-8x7b", or "package.module:function".
+      name: "llama3-8b" and others of models/named.py, "llama:8b", "gpt2:xl", "moe:mixtral-8x7b", a directory with
+        config.json, or "package.module:function".
       sequence: tokens of a row.
       changes: of a preset's fields, as "num_layers=16".
 
@@ -47,10 +49,20 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     family, _, rest = name.partition(":")
     if family in ("llama", "gpt2", "moe"):
         return _preset(family, rest, sequence, changes), tokens(sequence)
+    if not rest:
+        return _published(name, changes), tokens(sequence)
     if changes:
-        raise ConfigError(f"--set {changes[0]}: changes a preset only, not {name}")
+        raise ConfigError(f"--set {changes[0]}: changes a preset or a download only, not {name}")
     made = _call(name)
     return made if isinstance(made, tuple) else (made, tokens(sequence))
+
+
+def about(name: str, changes: Sequence[str] = ()) -> str:
+    """Return a line on a preset that has the layers of a published model and another vocabulary; "" for others."""
+    published = LLAMA3.get(name.removeprefix("llama:")) if name.startswith("llama:") else None
+    if published is None or any(change.startswith("vocab_size=") for change in changes):
+        return ""
+    return f"{name} has the layers of {published}, and a vocabulary of 32,000 instead of 128,256"
 
 
 @contextlib.contextmanager
@@ -91,6 +103,23 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> Mo
         raise ConfigError(f"GPT-2 preset {name!r} is unknown; choose one of {', '.join(GPT2)}")
     shape = _changed(shape, changes)
     return from_flax(lambda rngs: module(shape, rngs=rngs))
+
+
+def _published(name: str, changes: Sequence[str]) -> Model:
+    """Return a model of models/named.py, or of a directory with config.json."""
+    models, decoder = (importlib.import_module(f"jzero.models.{part}") for part in ("named", "decoder"))
+    if os.path.isdir(name):
+        shape = importlib.import_module("jzero.models.families").from_hf(name)
+    elif name in models.MODELS:
+        shape = models.named(name)
+    else:
+        fix = did_you_mean(name, models.MODELS)
+        raise ConfigError(
+            f"--model {name}: must be llama:PRESET, gpt2:PRESET, moe:PRESET, a directory with config.json, "
+            f"package.module:function, or one of {', '.join(models.MODELS)}{fix}"
+        )
+    shape = _changed(shape, changes)
+    return from_flax(lambda rngs: decoder.Decoder(shape, rngs=rngs))
 
 
 def _changed(shape: Any, changes: Sequence[str], prefix: str = "") -> Any:
@@ -141,7 +170,7 @@ def _value(what: str, kind: Any, text: str) -> Any:
 def _call(name: str) -> Any:
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ConfigError(f"--model {name}: must be llama:PRESET, gpt2:PRESET, moe:PRESET or package.module:function")
+        raise ConfigError(f"--model {name}: must be package.module:function")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)()

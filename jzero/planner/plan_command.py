@@ -40,7 +40,7 @@ from jzero.planner.candidates import (
 )
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import Cluster, gpu
-from jzero.planner.named_models import named_model, of_the_model
+from jzero.planner.named_models import about, named_model, of_the_model
 from jzero.planner.nearest import nearest, nearest_text, too_large
 from jzero.planner.plan import lower_step, no_compilation_cache
 from jzero.planner.plan_facts import fit_verdict
@@ -100,7 +100,12 @@ def main(args: Namespace) -> int:
         )
     with of_the_model(args.model, args.seq):
         made = lower_step(model, config, shapes, cluster).plan(_rates(args))
-    _show(args, lambda: plan_text(made, args.tokens, args.price), lambda: made.record(args.tokens, args.price))
+    lines = [about(args.model, args.set)] * bool(about(args.model, args.set))
+    _show(
+        args,
+        lambda: "\n".join([plan_text(made, args.tokens, args.price), *lines]),
+        lambda: made.record(args.tokens, args.price),
+    )
     if args.html:
         made.html(args.html, args.tokens, args.price)
     if made.memory.fits:

@@ -11,6 +11,7 @@ from jzero import cli
 from jzero.planner import gpus, named_models, plan_command
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
 from models import llama, mixtures
+from models import named as published
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -68,6 +69,40 @@ def test_mixtures_by_name(jzero_plan, name, size):
     assert f"{16 * size / 8 / 2**30:.1f} GiB" in row
 
 
+# The numbers of elements in the files of these downloads, in billions.
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama3-8b", 8.030), ("llama3.2-1b", 1.236), ("llama3-70b", 70.554), ("llama3.1-405b", 405.853),
+     ("mistral-7b", 7.248), ("mistral-7b-v0.1", 7.242), ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.721),
+     ("qwen3-4b", 4.022), ("qwen3-8b", 8.191), ("qwen3-14b", 14.768), ("qwen3-32b", 32.762), ("llama3.2-3b", 3.213),
+     ("llama3.1-8b", 8.030), ("llama3.1-70b", 70.554)],
+)  # fmt: skip
+def test_published_models_have_their_sizes(name, size):
+    assert published.named(name).num_parameters / 1e9 == pytest.approx(size, abs=6e-4)
+
+
+def test_plans_of_a_published_model_and_of_a_directory(jzero_plan, tmp_path):
+    """The directory has the config.json of Mistral 7B v0.3."""
+    content = {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+               "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "rms_norm_eps": 1e-5,
+               "rope_theta": 1e6, "sliding_window": None}  # fmt: skip
+    (tmp_path / "mistral").mkdir()
+    (tmp_path / "mistral" / "config.json").write_text(json.dumps(content))
+    rows = []
+    for name in ("mistral-7b", str(tmp_path / "mistral"), "mistral-7b --set num_layers=16"):
+        code, out, _ = jzero_plan(f"--model {name} --formula")
+        assert code == 0
+        rows += [line.split() for line in out.splitlines() if "<- the config's" in line]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_a_preset_says_what_it_is():
+    said = "llama:8b has the layers of llama3-8b, and a vocabulary of 32,000 instead of 128,256"
+    assert named_models.about("llama:8b") == said
+    assert named_models.about("llama:8b", ["vocab_size=128256"]) == ""
+    assert named_models.about("llama:tiny") == named_models.about("gpt2:xl") == named_models.about("qwen3-8b") == ""
+
+
 @pytest.mark.parametrize(
     ("options", "changes", "named"),
     [
@@ -78,6 +113,8 @@ def test_mixtures_by_name(jzero_plan, name, size):
         ("--model nowhere:make", {}, "--model nowhere:make: ModuleNotFoundError: No module named 'nowhere'"),
         ("--model broken:make", {}, "--model broken:make: no weights here"),
         ("--model mine", {}, "must be llama:PRESET"),
+        ("--model qwen3-9b", {}, "did you mean 'qwen3-8b'?"),
+        ("--model :make", {}, "must be package.module:function"),
         ("--model moe:mixtral", {}, "choose one of mixtral-8x7b, qwen3-30b-a3b"),
         ("--set layers=3", {}, "--set layers=3: not a field of LlamaConfig; did you mean 'num_layers'?"),
         ("--set nofield=null", {}, "--set nofield=null: not a field of LlamaConfig; choose one of num_layers, d_model"),

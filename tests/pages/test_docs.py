@@ -57,7 +57,7 @@ def blocks(page: Path) -> list[Block]:
 # Pages with many programs to compile.
 LONG = {
     "README", "checkpoints", "configuration", "context-parallelism", "data", "examples", "expert-parallelism",
-    "fp8", "from-deepspeed", "functional-api", "getting-started", "gone-wrong", "models", "monitoring",
+    "finetuning", "fp8", "from-deepspeed", "functional-api", "getting-started", "gone-wrong", "models", "monitoring",
     "performance", "pipelines", "plan", "profiling", "weights",
 }  # fmt: skip
 
@@ -277,7 +277,10 @@ def load_script(name, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize(("name", "cell"), [("configuration", "`watchdog.floor`"), ("faults", "the command is killed")])
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [("configuration", "`watchdog.floor`"), ("faults", "the command is killed"), ("recipes", "qwen3-14b-pretrain")],
+)
 def test_a_generated_page_is_current(monkeypatch, name, cell):
     script, text = load_script(name, monkeypatch), (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     page = functools.partial(script.generated_part.replaced, script.__file__)
@@ -354,7 +357,7 @@ def test_the_wheel_holds_the_library_and_the_models(tmp_path):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "jzero").rglob("*.py")}
     models = {f"jzero/models/{path.name}" for path in (ROOT / "models").glob("*.py")}
-    assert names == ours | models | {"jzero/py.typed"}
+    assert names == ours | models | {"jzero/py.typed", "jzero/recipes/recipes.json"}
     assert jzero.__version__ in wheel.name
 
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

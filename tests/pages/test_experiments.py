@@ -10,7 +10,7 @@ from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import some
 
 import jzero
-from experiments import dpo, finetune_lora, pretrain, quickstart, show, text, tokens
+from experiments import pretrain, quickstart, show, text, tokens
 from experiments.tutorial import data_parallel, pipeline, zero1, zero2, zero3
 
 PROGRAMS = [data_parallel, zero1, zero2, zero3, pipeline]
@@ -141,20 +141,6 @@ def test_quickstart_leaves_its_files(tmp_path, capsys):
     assert (out / "checkpoint" / "latest").read_text() == "global_step12"
 
 
-def test_a_dataset_that_is_not_there(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def load_dataset(name, **options):
-        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub\n")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(SystemExit, match=r"^--data cht: cannot be loaded: Dataset 'cht' doesn't exist on the Hub"):
-        finetune_lora.read_dataset("cht")
-
-
-MODEL = "argument --model: Qwen/Qwen3-8B: no such directory; a model of Hugging Face must"
-
-
 @pytest.mark.parametrize(
     ("program", "options", "named"),
     [
@@ -180,12 +166,6 @@ MODEL = "argument --model: Qwen/Qwen3-8B: no such directory; a model of Hugging 
         (quickstart, '--config {"mesh":{"zero":3}}', "3"),
         (quickstart, "--sequence 100000000", "--sequence"),
         (quickstart, "--out pyproject.toml", "pyproject.toml"),
-        (finetune_lora, "--config none.json", "argument --config: none.json: no such file"),
-        (finetune_lora, "--data none.jsonl", "argument --data: none.jsonl: no such file"),
-        (finetune_lora, "--model Qwen/Qwen3-8B", MODEL),
-        (dpo, "--config none.json", "argument --config: none.json: no such file"),
-        (dpo, "--data none.jsonl", "argument --data: none.jsonl: no such file"),
-        (dpo, "--model Qwen/Qwen3-8B", MODEL),
         (tokens, ". --out .", "contains no files that match --files *.txt"),
         (tokens, "none.txt --out .", "No such file"),
         (tokens, "pyproject.toml --bpe 7 --out .", "vocab_size = 7: must be at least 257"),

@@ -1,0 +1,1 @@
+"""Whole runs by one command: `jzero demo`, `jzero finetune`, `jzero recipes`."""

@@ -1,0 +1,262 @@
+"""The choices of a fine-tuning: what its options leave open, each a line that names its option."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from jzero.adapters.from_flax import from_flax
+from jzero.config.config import read_config
+from jzero.config.sizes import MICRO, TRAIN
+from jzero.display.text_table import size_text
+from jzero.errors import ConfigError
+from jzero.model import Model
+from jzero.models.decoder import Decoder
+from jzero.models.decoder_config import DecoderConfig
+from jzero.models.lora import LoRAConfig
+from jzero.models.preferences import PreferenceDecoder
+from jzero.models.quantized import Kind
+from jzero.planner.candidates import POLICIES, POLICY, Raw, merged
+from jzero.planner.memory import usable_memory_here
+from jzero.recipes.examples import Examples, Rows
+from jzero.recipes.fitting import Fit, choose_fit
+from jzero.recipes.starting_point import StartingPoint
+from jzero.step.train_step import TrainStep, make_train_step
+from jzero.tree import PyTree
+from jzero.weights.export import parse_size
+
+Method = Literal["full", "lora", "qlora"]
+RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4, "random": 1e-3}  # of a preset's random weights
+LONGEST, SHORTEST = 2048, 32  # tokens of a row, without --length
+ROWS, MICRO_ON_CPU = 16, 4
+FEW = 64  # rows of text, below which shorter ones are made
+PREFERENCES = "preferences"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a fine-tuning; those that are None are chosen, and `jzero finetune --help` describes them."""
+
+    out: str | Path = "finetuned"
+    method: Method | None = None
+    tokenizer: str | None = None
+    length: int | None = None
+    batch: int | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    epochs: float = 3.0
+    steps: int | None = None
+    lr: float | None = None
+    rank: int = 16
+    quantize: Kind = "nf4"
+    beta: float = 0.1
+    pack: bool = True
+    held_out: float = 0.05
+    evaluations: int = 10
+    patience: int | None = None
+    memory: str | None = None
+    config: Raw | str | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        problems = []
+        for name in ("length", "batch", "micro_batch", "steps", "rank", "evaluations", "patience"):
+            value, least = getattr(self, name), 2 if name == "length" else 1
+            if value is not None and value < least:
+                problems.append(f"--{name} {value}: must be at least {least}")
+        for name, kinds in (("method", (None, *get_args(Method))), ("quantize", get_args(Kind))):
+            if (value := getattr(self, name)) not in kinds:
+                problems.append(f"--{name} {value}: must be one of {', '.join(filter(None, kinds))}")
+        if not 0 <= self.held_out < 1:
+            problems.append(f"--held_out {self.held_out}: must be a share from 0 to below 1")
+        if not self.epochs > 0:
+            problems.append(f"--epochs {self.epochs}: must be positive")
+        if problems:
+            raise ConfigError(*problems)
+
+
+class Choices(NamedTuple):
+    """The choices that were made.
+
+    Attributes:
+      config: of the run. model: to train, of `shape`.
+      data: all rows. held, train: the indices of those held out and of the rest.
+      steps: of the run. lines: the choices in words.
+    """
+
+    config: dict[str, Any]
+    model: Model
+    shape: DecoderConfig
+    data: Rows
+    held: np.ndarray
+    train: np.ndarray
+    steps: int
+    lines: list[str]
+
+
+def choose(start: StartingPoint, examples: Examples, options: Options) -> Choices:
+    """Make every choice that the options leave open.
+
+    Raises:
+      ConfigError: options that do not go together, data that cannot be encoded, a model that does not fit.
+    """
+    o, devices = options, jax.device_count()
+    method = o.method or ("lora" if start.directory else "full")
+    if method == "qlora" and start.directory is None:
+        raise ConfigError(f"--method qlora: {start.name} has no weights to quantise, which a directory has")
+    data, why_length = encode_rows(start, examples, o)
+    batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
+    if batch % devices or len(data) < batch + (o.held_out > 0):
+        raise ConfigError(
+            f"--batch {batch}: must be a multiple of the {devices} devices, and smaller than the {len(data)} rows of "
+            f"{examples.name} (now of {data.length} tokens: shorter rows are more)"
+        )
+    rate = o.lr or RATES[method if start.directory else "random"] * (0.1 if examples.kind == PREFERENCES else 1)
+    config = base_config(batch, rate, o, method, devices)
+    fit, why_fit = fitting(start, examples, data, config, o, method)
+    config = merged(config, {MICRO: fit.micro, POLICY: fit.policy})
+    held, train = hold_out(len(data), fit.micro * devices, o)
+    if len(train) < batch:
+        raise ConfigError(
+            f"--held_out {o.held_out}: leaves {len(train)} of {len(data)} rows, less than --batch {batch}"
+        )
+    steps = o.steps or max(1, round(o.epochs * len(train) / batch))
+    warmup = max(2, steps // 30)
+    config["scheduler"]["params"] = {"warmup_num_steps": warmup, "total_num_steps": max(steps, warmup + 1)}
+    config["steps_per_print"] = max(1, steps // 10)
+    config = merged_sections(config, o.config)
+    shape, model = model_of(start, examples, method, o)
+    adapters = f"adapters of --rank {o.rank} at all matrices"
+    trained = {
+        "full": "all parameters",
+        "lora": adapters,
+        "qlora": f"{adapters}, which are kept in --quantize {o.quantize}",
+    }
+    loss = f"DPO, --beta {o.beta:g}" if examples.kind == PREFERENCES else "the next token's"
+    lines = [
+        f"data: {examples.name}, {len(examples.samples):,} x {examples.kind}; the loss is {loss}",
+        f"--method {method}: {trained[method]}",
+        f"--length {data.length}: {why_length}; {repr(data) if o.pack else 'one sample a row'}",
+        f"--batch {batch} rows a step; --micro_batch {fit.micro}, --recompute {fit.policy}: {why_fit}",
+        f"--lr {rate:g}; --steps {steps}" + ("" if o.steps else f": --epochs {o.epochs:g} of {len(train)} rows"),
+        f"--held_out {o.held_out:g}: {len(held)} rows" + (f", --evaluations {o.evaluations}" if len(held) else ""),
+        f"ZeRO stage {config['zero_optimization']['stage']} on {devices} device{'s' * (devices > 1)} (--config)",
+    ]
+    return Choices(config, model, shape, data, held, train, steps, lines)
+
+
+def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[Rows, str]:
+    """Encode the samples in rows as short as the longest sample allows; return why they have this length."""
+    limit = (start.shape.download.config if start.shape.download else {}).get("max_position_embeddings", LONGEST)
+    length = o.length or min(LONGEST, limit)
+
+    def rows(length: int) -> Rows:
+        try:
+            return examples.rows(start.tokenizer, length, start.shape.vocab_size, o.pack)
+        except ConfigError as error:
+            raise ConfigError(f"{examples.name}: {error}") from None
+
+    data = rows(length)
+    if o.length:
+        return data, "as asked"
+    longest = data.limit.longest
+    why, shorter = f"the longest sample has {longest:,} tokens", max(SHORTEST, 1 << (longest - 1).bit_length())
+    if shorter < length:
+        data = rows(shorter)
+    while examples.kind == "text" and len(data) < FEW and data.length >= 2 * SHORTEST:
+        data, why = rows(data.length // 2), f"shorter than a text, for {FEW} rows"
+    return data, why
+
+
+def hold_out(count: int, multiple: int, o: Options) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the rows that are held out, a multiple of a micro-batch of all devices, and of the rest."""
+    order = np.random.default_rng(o.seed).permutation(count)
+    held = max(1, round(o.held_out * count / multiple)) * multiple if o.held_out else 0
+    return np.sort(order[:held]), np.sort(order[held:])
+
+
+def base_config(batch: int, rate: float, o: Options, method: Method, devices: int) -> dict[str, Any]:
+    return {
+        TRAIN: batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": rate}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 3}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3 if devices > 1 else 0},
+        "jsonl_monitor": {"enabled": True, "output_path": str(o.out), "job_name": "curves"},
+        "seed": o.seed,
+        **({} if method == "full" else {"trainable_parameters": ["lora_"]}),
+    }
+
+
+def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:
+    """Return a config with the sections of another, a dict or a file, in place of its own."""
+    return {**config, **(read_config(given) if given else {})}
+
+
+def model_of(start: StartingPoint, examples: Examples, method: Method, o: Options) -> tuple[DecoderConfig, Model]:
+    quantized = o.quantize if method == "qlora" else None
+    lora = LoRAConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules="all-linear", quantized=quantized)
+    shape = start.shape if method == "full" else dataclasses.replace(start.shape, lora=lora)
+    if examples.kind == PREFERENCES:
+        return shape, from_flax(lambda rngs: PreferenceDecoder(shape, beta=o.beta, rngs=rngs), has_aux=True)
+    return shape, from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+
+
+def fitting(
+    start: StartingPoint, examples: Examples, data: Rows, config: Raw, o: Options, method: Method
+) -> tuple[Fit, str]:
+    """Choose micro-batch and recomputation; return why.
+
+    Raises:
+      ConfigError: nothing fits; it names the method that does.
+    """
+    rows = config[TRAIN] // jax.device_count()
+    given = {MICRO: o.micro_batch, POLICY: o.recompute}
+    if o.micro_batch and rows % o.micro_batch:
+        raise ConfigError(f"--micro_batch {o.micro_batch}: must divide the {rows} rows of a device in a step")
+    there = usable_memory_here()
+    if o.memory is None and there is None:
+        few = max(n for n in range(1, min(rows, MICRO_ON_CPU) + 1) if rows % n == 0)
+        fit = Fit(o.micro_batch or few, o.recompute or policies(method)[0], None)
+        return fit, "CPU devices have no limit of their own (--memory)"
+    most = parse_size(o.memory) if o.memory else there.most if there else 0
+
+    def needs(method: Method, given: Raw) -> Fit | int:
+        model = model_of(start, examples, method, o)[1]
+
+        def make(config: Raw) -> tuple[TrainStep, PyTree]:
+            part = with_reference(data.rows(np.arange(1)), np.zeros((1, 2), np.float32))
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((config[TRAIN], *x.shape[1:]), x.dtype), part)
+            return make_train_step(model, merged_sections(config, o.config)), shapes
+
+        own = base_config(config[TRAIN], 1.0, o, method, jax.device_count())
+        kept = merged(own, {key: value for key, value in given.items() if value})
+        return choose_fit(make, kept, rows, data.length, most, policies(method))
+
+    found = needs(method, given)
+    if isinstance(found, Fit):
+        return found, f"the fastest that fits {size_text(most)}{found}"
+    others = {
+        name: needs(name, {MICRO: 1, POLICY: "full"})
+        for name in get_args(Method)
+        if name != method and (start.directory or name != "qlora")
+    }
+    fits = [f"--method {name} fits{other}" for name, other in others.items() if isinstance(other, Fit)]
+    fix = "; ".join(fits) or "shorter rows (--length), a smaller model or more devices may"
+    raise ConfigError(f"--method {method} does not fit: {size_text(found)} of {size_text(most)} per device; {fix}")
+
+
+def policies(method: Method) -> tuple[str, ...]:
+    """Return the policies of recomputation to try; without one, QLoRA's backward pass would keep the whole matrices."""
+    return POLICIES[1:] if method == "qlora" else POLICIES
+
+
+def with_reference(batch: PyTree, reference: np.ndarray) -> PyTree:
+    """Return a batch with the reference's log-probabilities, if it has preferences."""
+    return {**batch, "reference": reference} if "chosen" in batch else batch

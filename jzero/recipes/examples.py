@@ -1,0 +1,169 @@
+"""Training data of a file: its kind is told by its fields, and its rows are those of `jzero.data`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jzero.data.chat import Chat, Pairs
+from jzero.data.conversations import LengthLimit
+from jzero.data.packing import PackedRows, pieces_of
+from jzero.data.template import Encoded, Template, how_to_read, read_messages
+from jzero.errors import ConfigError, install_command, no_such_directory, some_of
+from jzero.tree import PyTree
+
+KINDS = {  # kind -> its fields; the first that fits
+    "preferences": ("chosen", "rejected"),
+    "chat": ("messages",),
+    "completions": ("prompt", "completion"),
+    "text": ("text",),
+}
+FORMS = (
+    '{"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or {"prompt", "chosen", "rejected"}'
+)
+
+
+class Texts(PackedRows):
+    """Training data of {"text"}, all of it trained, and {"prompt", "completion"}, whose completion is trained.
+
+    A text ends with the tokenizer's end token, and what is longer than a row continues in another. Prompt and
+    completion are strings, or messages for the chat template; what is too long is cut.
+
+    Args:
+      samples, tokenizer, length, pack, vocab_size: as for `jzero.data.Chat`.
+
+    Raises:
+      ConfigError: as `jzero.data.Chat`; a tokenizer without an end token.
+    """
+
+    def __init__(self, samples: Sequence[Any], tokenizer: Any, *, length: int, pack: bool, vocab_size: int):
+        template, self.limit = Template(tokenizer), LengthLimit(length, "cut")
+
+        def encode(sample: Any) -> list[Encoded]:
+            if "text" in sample and sample["text"] is not None:
+                return in_parts(template.text("", str(sample["text"])), length)
+            prompt, reply = sample["prompt"], sample["completion"]
+            if isinstance(prompt, str) and isinstance(reply, str):
+                return [template.text(prompt, reply)]
+            return [template.reply(read_messages(prompt, "prompt"), read_messages(reply, "completion"))]
+
+        store, _ = pieces_of(self.limit.encode(samples, encode, "text"), vocab_size)
+        super().__init__(store, length, pack)
+        self.packs = pack
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        rows = super().rows(indices)
+        return rows if self.packs else {name: rows[name] for name in ("inputs", "labels")}
+
+
+Rows = Chat | Pairs | Texts
+
+
+class Examples(NamedTuple):
+    """Samples of one kind of KINDS, and the name of their file."""
+
+    kind: str
+    samples: list[Any]
+    name: str
+
+    def rows(self, tokenizer: Any, length: int, vocab_size: int, pack: bool) -> Rows:
+        """Encode all samples in rows of `length` tokens.
+
+        Raises:
+          ConfigError: a sample that cannot be encoded, no token to train on, a token outside the vocabulary.
+        """
+        if self.kind == "preferences":
+            return Pairs(self.samples, tokenizer, length=length, vocab_size=vocab_size)
+        rows = Chat if self.kind == "chat" else Texts
+        return rows(self.samples, tokenizer, length=length, pack=pack, vocab_size=vocab_size)
+
+
+def read_examples(path: str | Path) -> Examples:
+    """Read JSONL, a text file, Parquet, or a directory that `datasets` has saved.
+
+    Raises:
+      ConfigError: no such file, an unreadable or empty one, unknown or mixed fields; it names the line.
+    """
+    path = Path(path)
+    samples, kind, first = [], "", ""
+    for where, sample in _samples(path):
+        found = kind_of_sample(sample, where)
+        if kind and found != kind:
+            raise ConfigError(f"{where} is {found}, but {first} is {kind}: give one kind of sample per file")
+        kind, first = kind or found, first or where
+        samples.append(sample)
+    if not samples:
+        raise ConfigError(f"{path} is empty: expected a sample in each line, with the fields {FORMS}")
+    return Examples(kind, samples, path.name)
+
+
+def kind_of_sample(sample: object, where: str) -> str:
+    """Return the kind of a sample by its fields.
+
+    Raises:
+      ConfigError: other fields; it says how to make known ones of them.
+    """
+    if not isinstance(sample, Mapping):
+        raise ConfigError(f"{where} is {type(sample).__name__}: must be an object with the fields {FORMS}")
+    for kind, fields in KINDS.items():
+        if all(sample.get(field) is not None for field in fields):
+            return kind
+    fix = how_to_read(sample, "messages")
+    how = f"; `datasets` makes them: {fix}" if fix else ""
+    raise ConfigError(f"{where} has the fields {some_of(sample)}: must be {FORMS}{how}")
+
+
+def _samples(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (where a sample is, the sample)."""
+    if path.is_dir() or path.suffix == ".parquet":
+        yield from ((f"{path} row {number}", row) for number, row in enumerate(_table(path), 1))
+        return
+    if not path.is_file():
+        raise ConfigError(no_such_directory(path, "file or directory"))
+    if path.suffix not in (".json", ".jsonl"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from None
+        yield from [(str(path), {"text": text})] * bool(text.strip())
+        return
+    with path.open("rb") as file:  # lines end with \n alone, and json decodes them
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    yield f"{path} line {number}", json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path} line {number} is no JSON ({error}): expected a sample in each line"
+                ) from None
+
+
+def _table(path: Path) -> Iterator[Any]:
+    try:
+        if path.is_dir():
+            import datasets
+
+            found = datasets.load_from_disk(str(path))
+            found = found["train"] if isinstance(found, Mapping) else found
+            return iter(found.with_format(None))
+        from pyarrow import parquet
+
+        return iter(parquet.read_table(path).to_pylist())
+    except ImportError:
+        raise ConfigError(f"{path}: data sets and Parquet need more packages: {install_command('chat')}") from None
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def in_parts(text: Encoded, length: int) -> list[Encoded]:
+    """Cut a text into rows; each begins with the token that the one before ends with, so that every token is a label.
+
+    >>> [part.tokens.tolist() for part in in_parts(Encoded(np.arange(6), np.ones(6, bool)), 3)]
+    [[0, 1, 2], [2, 3, 4], [4, 5]]
+    """
+    starts = range(0, max(1, len(text.tokens) - 1), length - 1)
+    return [Encoded(text.tokens[i : i + length], text.trained[i : i + length]) for i in starts]

@@ -1,0 +1,191 @@
+"""`jzero finetune`: from a file to a tuned model that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jzero.data import DataLoader, RepeatingLoader
+from jzero.distributed.place import log_dist
+from jzero.errors import ConfigError
+from jzero.models.preferences import SIDES, PreferenceDecoder
+from jzero.recipes.choices import PREFERENCES, Choices, Options, choose, with_reference
+from jzero.recipes.examples import read_examples
+from jzero.recipes.quantized_base import quantized_params, write_merged
+from jzero.recipes.starting_point import StartingPoint, starting_point
+from jzero.run.engine import Engine
+from jzero.run.initialize import initialize
+from jzero.step.evaluate import make_eval_step
+from jzero.tree import PyTree
+
+SAMPLES, HEAD, PROMPT, NEW = 3, 16, 256, 64  # samples; tokens of a text's beginning, of a prompt at most, and new ones
+
+
+class Tuned(NamedTuple):
+    """Results of a fine-tuning.
+
+    Attributes:
+      directory: with `model/` (for transformers and vLLM), `adapters/` (for peft), `checkpoints/` and `curves/`.
+      losses: of each step.
+      held_out: {step: loss of the rows held out}; step 0 is before the training.
+      best: the step whose parameters were written.
+      samples: (prompt, continuation).
+    """
+
+    directory: Path
+    losses: list[float]
+    held_out: dict[int, float]
+    best: int
+    samples: list[tuple[str, str]]
+
+
+class Part:
+    """Chosen rows of training data, and the reference's log-probabilities of preferences."""
+
+    def __init__(self, choices: Choices, indices: np.ndarray, reference: np.ndarray):
+        self.data, self.indices, self.reference = choices.data, indices, reference
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        chosen = self.indices[indices]
+        return with_reference(self.data.rows(chosen), self.reference[chosen])
+
+    def all(self) -> PyTree:
+        return self.rows(np.arange(len(self)))
+
+
+def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
+    """Fine-tune a model on a file, and write a directory that `transformers` loads.
+
+    Args:
+      model: a directory of `transformers`, a hub id in the local cache, or a preset, which starts at random.
+      data: JSONL, a text file, Parquet, or a directory of `datasets`: texts, prompts with completions, conversations or
+        preferences, told by their fields.
+      options: the fields of `jzero.recipes.choices.Options`.
+
+    Raises:
+      ConfigError: anything that the user can mend, before any training.
+    """
+    o = Options(**options)
+    out = Path(o.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: exists and is not an empty directory: name a new one")
+    examples = read_examples(data)
+    start = starting_point(model, o.tokenizer)
+    choices = choose(start, examples, o)
+    log_dist("\n".join([f"fine-tuning {model}:", *(f"  {line}" for line in choices.lines)]))
+    params = None
+    if start.directory and is_quantized(choices):
+        params = quantized_params(start.directory, choices.model, choices.shape, o.quantize)
+    engine, *_ = initialize(model=choices.model, config=choices.config, params=params)
+    if start.directory and params is None:
+        engine.load_weights(start.directory)
+    reference = np.zeros((len(choices.data), 2), np.float32)
+    if examples.kind == PREFERENCES:
+        reference = log_probabilities(engine, choices)
+    losses, held_out = train(engine, choices, reference, o)
+    best = min(held_out, key=lambda step: held_out[step]) if held_out else len(losses)
+    if best != engine.global_steps:
+        engine.load_checkpoint(out / "checkpoints", "best", load_module_only=True)
+    write_model(engine, choices, start, out)
+    samples = sample_continuations(engine, choices, start.tokenizer)
+    log_dist("\n".join(f"{prompt!r}\n  -> {text!r}" for prompt, text in samples))
+    found = f"; held out {held_out[0]:.3f} -> {held_out[best]:.3f} at step {best}" if held_out else ""
+    log_dist(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}{found}; the model is in {out / 'model'}")
+    return Tuned(out, losses, held_out, best, samples)
+
+
+def train(engine: Engine, choices: Choices, reference: np.ndarray, o: Options) -> tuple[list[float], dict[int, float]]:
+    """Take the steps; evaluate, and keep the best and the last checkpoint. Return the losses, and those held out."""
+    home, has_frozen = Path(o.out) / "checkpoints", bool(choices.shape.lora)
+    losses: list[jax.Array] = []
+    rows = Part(choices, choices.train, reference)
+    batches = iter(RepeatingLoader(DataLoader(rows, engine.step_fn, seed=o.seed)))
+    held = Part(choices, choices.held, reference).all() if len(choices.held) else None
+    held_out: dict[int, float] = {}
+    every, waited = max(1, choices.steps // o.evaluations), 0
+    for step in range(choices.steps + 1):
+        if step:
+            losses.append(engine.train_batch(batches))
+        if held is not None and (step % every == 0 or step == choices.steps):
+            loss = float(engine.eval_batch(held))
+            is_best = loss < min(held_out.values(), default=np.inf)
+            held_out[step], waited = loss, 0 if is_best else waited + 1
+            log_dist(f"step {step}: held-out loss {loss:.4f}{', the best' if is_best and step else ''}")
+            if is_best:
+                engine.save_checkpoint(home, "best", save_latest=False, exclude_frozen_parameters=has_frozen)
+            if o.patience and waited >= o.patience:
+                log_dist(f"stopped: no better held-out loss in --patience {o.patience} evaluations")
+                break
+    engine.save_checkpoint(home, "last", exclude_frozen_parameters=has_frozen).wait()
+    return [float(loss) for loss in losses], held_out
+
+
+def log_probabilities(engine: Engine, choices: Choices) -> np.ndarray:
+    """Compute the log-probabilities of all replies under the model before the training: [pairs, 2].
+
+    They do not change, so they become a part of the data: no second model is in memory.
+    """
+    evaluate = make_eval_step(choices.model, PreferenceDecoder.log_probabilities, engine.config, mesh=engine.mesh)
+    count, size = len(choices.data), engine.train_batch_size()
+    parts = [np.arange(first, min(first + size, count)) for first in range(0, count, size)]
+    zeros = np.zeros((size, 2), np.float32)
+    found = [
+        evaluate(engine.state, with_reference(choices.data.rows(part), zeros[: len(part)]), numpy=True)
+        for part in parts
+    ]
+    return np.concatenate(found)
+
+
+def write_model(engine: Engine, choices: Choices, start: StartingPoint, out: Path) -> None:
+    """Write the model, adapters merged, with its tokenizer, and the adapters alone."""
+    if start.directory and is_quantized(choices):
+        write_merged(engine.state.params, choices.shape, start.directory, out)
+    else:
+        engine.save_16bit_model(out / "model")
+        if choices.shape.lora:
+            engine.save_adapters(out / "adapters")
+    if jax.process_index() == 0:
+        start.tokenizer.save_pretrained(out / "model")
+        path = out / "model" / "generation_config.json"
+        if not path.exists():
+            path.write_text(json.dumps({"eos_token_id": start.tokenizer.eos_token_id}) + "\n")
+
+
+def is_quantized(choices: Choices) -> bool:
+    return bool(choices.shape.lora and choices.shape.lora.quantized)
+
+
+def sample_continuations(engine: Engine, choices: Choices, tokenizer: Any) -> list[tuple[str, str]]:
+    """Continue some rows' prompts, or the beginnings of texts, with the most probable tokens."""
+    from_rows = choices.held if len(choices.held) else choices.train
+    few = from_rows[np.unique(np.linspace(0, len(from_rows) - 1, SAMPLES).astype(int))]
+    rows: Mapping[str, PyTree] = choices.data.rows(few)
+    rows = rows.get(SIDES[0], rows)
+    prompts = [prompt_of({name: x[i] for name, x in rows.items()}) for i in range(len(few))]
+    width = max(map(len, prompts))
+    end = tokenizer.eos_token_id
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    padded = np.array([[pad or 0] * (width - len(prompt)) + prompt for prompt in prompts], np.int32)
+    mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ends = {} if end is None else {"eos_token_id": end, "pad_token_id": pad}
+    found = engine.generate(padded, NEW, attention_mask=mask, numpy=True, **ends)
+    texts = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
+    return list(zip(map(tokenizer.decode, prompts), texts, strict=True))
+
+
+def prompt_of(row: Mapping[str, np.ndarray]) -> list[int]:
+    """Return the tokens before the first trained one; of a text, whose tokens are all trained, its beginning.
+
+    >>> prompt_of({"inputs": np.array([5, 6, 7, 8]), "labels": np.array([-1, 7, 8, -1])})
+    [5, 6]
+    """
+    first = int(np.argmax(row["labels"] >= 0)) or min(HEAD, len(row["inputs"]) // 2)
+    return row["inputs"][: first + 1][-PROMPT:].tolist()

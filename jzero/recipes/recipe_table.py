@@ -1,0 +1,95 @@
+"""`jzero recipes`: configs for published models on H100s and H200s, each with its plan."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jzero.adapters.from_flax import from_flax
+from jzero.display.text_table import text_table
+from jzero.errors import ConfigError
+from jzero.model import Model
+from jzero.models.decoder import Decoder
+from jzero.models.lora import LoRAConfig
+from jzero.models.named import named
+from jzero.models.quantized import Kind
+from jzero.values.parameters import did_you_mean
+
+FILE = "recipes.json"
+PER_PARAMETER, TUNING = 20, 1e8  # tokens of a pretraining for each parameter (arXiv:2203.15556), and of a tuning
+PRICE = 2.5  # dollars for a GPU for an hour, unless given
+COLUMNS = ("recipe", "tokens/s per GPU", "peak, GiB", "tokens", "days", "cost")
+
+
+class Recipe(NamedTuple):
+    """A config for a published model on a cluster, and what its plan said.
+
+    Attributes:
+      method: "pretrain" (every weight is trained; also a tuning of them all), "lora" or "qlora".
+      sequence: tokens of a row.
+      plan: {"tokens_per_s_gpu", "peak_gib"}.
+    """
+
+    model: str
+    method: str
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    sequence: int
+    config: dict[str, Any]
+    plan: dict[str, float]
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.method}-{self.gpus}x{self.gpu}"
+
+    @property
+    def tokens(self) -> float:
+        """The tokens of a whole run."""
+        return PER_PARAMETER * named(self.model).num_parameters if self.method == "pretrain" else TUNING
+
+    @property
+    def hours(self) -> float:
+        return self.tokens / (self.plan["tokens_per_s_gpu"] * self.gpus) / 3600
+
+    def make_model(self) -> Model:
+        """Make the model, with adapters at all matrices unless all weights are trained."""
+        quantized: Kind | None = "nf4" if self.method == "qlora" else None
+        lora = LoRAConfig(r=16, lora_alpha=32, target_modules="all-linear", quantized=quantized)
+        shape = named(self.model, lora=None if self.method == "pretrain" else lora)
+        return from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+
+
+def load_recipes() -> list[Recipe]:
+    """Read the recipes that are installed with the library."""
+    return [Recipe(**row) for row in json.loads(files("jzero.recipes").joinpath(FILE).read_text(encoding="utf-8"))]
+
+
+def cells(recipe: Recipe, price: float) -> list[str]:
+    """Return the cells of a recipe's row, see COLUMNS."""
+    days, cost = recipe.hours / 24, recipe.hours * recipe.gpus * price
+    tokens = f"{recipe.tokens / 1e9:,.1f} billion"
+    speed, peak = recipe.plan["tokens_per_s_gpu"], recipe.plan["peak_gib"]
+    return [recipe.name, f"{speed:,.0f}", f"{peak:.1f}", tokens, f"{days:,.3g}", f"${cost:,.0f}"]
+
+
+def recipes_text(name: str | None, price: float | None) -> str:
+    """Return the table of all recipes, or the config of one.
+
+    Raises:
+      ConfigError: no recipe has this name.
+    """
+    recipes = load_recipes()
+    if name is None:
+        rows = [cells(recipe, PRICE if price is None else price) for recipe in recipes]
+        hint = "jzero recipes NAME > config.json writes one; all figures are planned, by `jzero plan`"
+        return text_table("recipes", list(COLUMNS), rows, left=["recipe"]) + f"\n{hint}"
+    for recipe in recipes:
+        if recipe.name == name:
+            return json.dumps(recipe.config, indent=2)
+    raise ConfigError(f"{name}: no such recipe{did_you_mean(name, [recipe.name for recipe in recipes])}")

@@ -1,0 +1,114 @@
+"""Frozen matrices in 4 or 8 bits, as in QLoRA (Dettmers et al., arXiv:2305.14314): NF4 with double quantisation.
+
+A matrix [in, *out] is divided into blocks of 64 along its input dimension. A block is its codes and one scale, the
+largest magnitude; the scales of a row of blocks are themselves 8-bit integers with one step and one offset. That is
+4.13 bits per element in NF4, 8.13 in int8. A product makes the matrix again in the dtype of its input; a backward
+pass that recomputes (policy "matmuls" or "full") never keeps it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import gcd
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Kind = Literal["nf4", "int8"]
+BLOCK = 64
+# bitsandbytes' table: quantiles of the normal distribution, scaled into [-1, 1], with an exact zero.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class Quantized(NamedTuple):
+    """A matrix [in, *out] in few bits.
+
+    Attributes:
+      codes: NF4: [in / 2, *out] uint8, the first half of the rows in the low bits; int8: [in, *out] int8.
+      scales: [in / block, *out] int8: (scale - offset) / step.
+      step, offset: [in / block] float32, with values of bfloat16, so that a cast to the compute dtype keeps them.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    step: jax.Array
+    offset: jax.Array
+
+
+def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
+    """Quantise a matrix [in, *out]; `in` must be even."""
+    d_in, *out = matrix.shape
+    block = gcd(d_in, BLOCK)
+    blocks = matrix.astype(jnp.float32).reshape(d_in // block, block, -1)
+    scales = jnp.abs(blocks).max(1)
+    offset = _exact(scales.mean(1))
+    step = _exact(jnp.maximum(jnp.abs(scales - offset[:, None]).max(1), 1e-12) / 127)
+    small = jnp.clip(jnp.round((scales - offset[:, None]) / step[:, None]), -127, 127).astype(jnp.int8)
+    whole = jnp.maximum(small * step[:, None] + offset[:, None], 1e-12)  # as `dequantize` makes it
+    x = (blocks / whole[:, None]).reshape(d_in, *out)
+    if kind == "int8":
+        codes = jnp.clip(jnp.round(x * 127), -127, 127).astype(jnp.int8)
+    else:
+        middles = jnp.array([(a + b) / 2 for a, b in pairwise(NF4)])
+        nearest = jnp.searchsorted(middles, x).astype(jnp.uint8)
+        codes = nearest[: d_in // 2] | nearest[d_in // 2 :] << 4
+    return Quantized(codes, small.reshape(-1, *out), step, offset)
+
+
+def dequantize(q: Quantized, dtype: Any) -> jax.Array:
+    """Make the matrix [in, *out] again."""
+    rows, *out = q.scales.shape
+    if q.codes.dtype == jnp.uint8:
+        nibbles = jnp.concatenate([q.codes & 15, q.codes >> 4])
+        x = jnp.asarray(NF4, jnp.float32)[nibbles]
+    else:
+        x = q.codes.astype(jnp.float32) / 127
+    wide = [1] * len(out)
+    scales = q.scales * q.step.astype(jnp.float32).reshape(-1, *wide) + q.offset.astype(jnp.float32).reshape(-1, *wide)
+    scales = jnp.maximum(scales, 1e-12)
+    return (x.reshape(rows, -1, *out) * scales[:, None]).reshape(-1, *out).astype(dtype)
+
+
+def _exact(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def quantize_kernel(module: Any, kind: Kind | None) -> None:
+    """Put the parameters of a quantised matrix in the place of a linear layer's kernel."""
+    if kind is not None:
+        for name, value in quantize(module.kernel[...], kind)._asdict().items():
+            setattr(module, name, nnx.Param(value))
+        del module.kernel
+
+
+def product(module: Any, inputs: jax.Array) -> jax.Array:
+    """Multiply with a quantised matrix [in, *out], and add the layer's bias."""
+    q = Quantized(*(getattr(module, name)[...] for name in Quantized._fields))
+    y = jnp.tensordot(inputs, dequantize(q, inputs.dtype), 1)
+    return y if module.bias is None else y + module.bias[...].astype(y.dtype)
+
+
+def quantize_params(params: Any, like: Any, kind: Kind) -> Any:
+    """Quantise the matrices of a decoder's stack, layer by layer, where the model of `like` has them in few bits.
+
+    Args:
+      params: nested dicts of the decoder without quantisation and without adapters.
+      like: those of the same decoder with it, or their shapes.
+
+    Returns:
+      Nested dicts of `like`, with None for its adapters.
+    """
+    if not isinstance(like, dict):
+        return params
+    made = {name: quantize_params(params.get(name), part, kind) if params else None for name, part in like.items()}
+    if "codes" in like:
+        one = jax.jit(lambda kernel: quantize(kernel, kind))
+        layers = [one(layer) for layer in params["kernel"]]
+        made |= Quantized(*(jnp.stack(parts) for parts in zip(*layers, strict=True)))._asdict()
+    return made

@@ -1,0 +1,74 @@
+"""The wheel, built from the sdist, works in an environment that has nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+PYTHONS = ("python3.11", "python3.12")
+
+
+def run(*command, **options):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHON"))}
+    done = subprocess.run(
+        list(map(str, command)), env=clean, capture_output=True, text=True, timeout=1200, check=False, **options
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel that pip makes of the sdist."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for package in ("jzero", "models"):
+        ignored = shutil.ignore_patterns("__pycache__", *(["models"] if package == "jzero" else []))
+        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    for file in FILES:
+        shutil.copy(ROOT / file, source)
+    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(out)!r}))"
+    name = run(sys.executable, "-c", build, cwd=source).splitlines()[-1]
+    with tarfile.open(out / name) as sdist:
+        packed = {path.partition("/")[2] for path in sdist.getnames()}
+    assert packed >= {*FILES, "jzero/py.typed", "jzero/recipes/recipes.json", "models/decoder.py"}
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, out / name)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
+    """No clone, no extra: `jzero demo` trains, help and the table of recipes are there."""
+    if shutil.which(python) is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
+        pytest.skip(f"no {python}")
+    run(python, "-m", "venv", tmp_path / "venv")
+    pip = tmp_path / "venv/bin/pip"
+    run(pip, "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+    run(pip, "check")
+    command = tmp_path / "venv/bin/jzero"
+    assert run(command, "--version", cwd=tmp_path).startswith("jzero 0.")
+    printed = run(command, "demo", "--steps", "12", cwd=tmp_path)
+    assert "1 .. 12 steps" in printed
+    assert "loss on text that it has not seen" in printed
+    assert "llama3-8b-pretrain-8xh100" in run(command, "recipes", cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "venv"]  # the demo leaves no file
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_import_takes_hardly_longer_than_that_of_its_libraries():
+    """At most 1.5 times `import jax, flax, optax`: the shorter of three each, in turn."""
+    code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    times = [[float(run(sys.executable, "-c", code.format(what), cwd=ROOT)) for _ in range(3)] for what in IMPORTS]
+    assert min(times[1]) <= 1.5 * min(times[0]), times
+
+
+IMPORTS = ("jax, flax, optax", "jzero")  # whose names import their modules on first use

@@ -1,0 +1,129 @@
+"""Samples of files are told by their fields, and each mistake in them is one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jzero.data.template import Encoded
+from jzero.errors import ConfigError
+from jzero.recipes.examples import Examples, in_parts, read_examples
+from models.byte_tokenizer import byte_tokenizer
+
+pytest.importorskip("transformers")
+
+CHAT = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2."}]}
+SAMPLES = {
+    "text": {"text": "one two"},
+    "completions": {"prompt": "1?", "completion": " 2."},
+    "chat": CHAT,
+    "preferences": {"prompt": "1?", "chosen": " 2.", "rejected": " 3."},
+}
+TRAINED = {
+    "text": "one two<|im_end|>",
+    "completions": " 2.<|im_end|>",
+    "chat": "2.<|im_end|>",
+    "preferences": " 2.<|im_end|>",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
+    """The labels are the tokens that the kind trains; text begins with a token that nothing predicts."""
+    path = tmp_path / f"a.{form}"
+    if form == "jsonl":
+        write(path, SAMPLES[kind], "", SAMPLES[kind])
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_list([SAMPLES[kind]] * 2)
+        data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
+    found = read_examples(path)
+    assert (found.kind, len(found.samples), found.name) == (kind, 2, path.name)
+    rows = found.rows(tokenizer, 64, len(tokenizer), pack=False).rows(np.arange(2))
+    labels = rows.get("chosen", rows)["labels"][1]
+    expected = TRAINED[kind][1:] if kind == "text" else TRAINED[kind]
+    assert tokenizer.decode(labels[labels >= 0]) == expected
+
+
+def test_a_text_file_is_one_text_in_rows(tmp_path, tokenizer):
+    path = tmp_path / "a.md"
+    path.write_text("0123456789" * 5)
+    rows = read_examples(path).rows(tokenizer, 16, len(tokenizer), pack=True)
+    found = rows.rows(np.arange(len(rows)))
+    assert len(rows) == 4
+    labels = found["labels"][found["labels"] >= 0]
+    assert sorted(labels) == sorted(tokenizer("123456789" + "0123456789" * 4 + "<|im_end|>")["input_ids"])
+
+
+def test_parts_of_a_text_lose_no_label(tokenizer):
+    for count in range(2, 20):
+        parts = in_parts(Encoded(np.arange(count), np.ones(count, bool)), 5)
+        assert [x for part in parts for x in part.tokens[1:].tolist()] == list(range(1, count))
+        assert all(2 <= len(part.tokens) <= 5 for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([CHAT, '{"messages": ['], ["a.jsonl line 2 is no JSON", "expected a sample in each line"]),
+        ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
+        ([], ["a.jsonl is empty", '{"text"}']),
+        (["", "  "], ["a.jsonl is empty"]),
+        ([[1]], ["line 1 is list", "must be an object"]),
+        ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
+        ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
+        ([{"text": None}], ["line 1 has the fields text"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_file_is_one_line(lines, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        read_examples(write(tmp_path / "a.jsonl", *lines))
+    assert [word for word in words if word not in str(error.value)] == []
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        read_examples(tmp_path / "none.jsonl")
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(ConfigError, match="is no text in UTF-8"):
+        read_examples(tmp_path / "a.txt")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_examples(tmp_path / "empty.txt")
+    pytest.importorskip("datasets")
+    (tmp_path / "a.parquet").write_text("text")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
+        read_examples(tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_examples(tmp_path)
+
+
+def test_samples_that_cannot_be_encoded(tokenizer):
+    def rows(kind, length=64, vocab_size=258, made=tokenizer, sample=None):
+        Examples(kind, [sample or SAMPLES[kind]], "a.jsonl").rows(made, length, vocab_size, pack=True)
+
+    with pytest.raises(ConfigError, match="is outside a vocabulary of 100"):
+        rows("chat", vocab_size=100)
+    plain = byte_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(ConfigError, match=r"tokenizer\.chat_template"):
+        rows("chat", made=plain)
+    plain.eos_token = None
+    with pytest.raises(ConfigError, match="eos_token is None"):
+        rows("text", made=plain)
+    with pytest.raises(
+        ConfigError, match=r"no conversation to train on: 1 of 1 are longer than 8 tokens.*raise length"
+    ):
+        rows("chat", length=8)

@@ -1,0 +1,191 @@
+"""`jzero finetune` lowers the loss on every kind of sample, and writes what `transformers` and peft load."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jzero import cli
+from jzero.errors import ConfigError
+from jzero.recipes import choices
+from jzero.recipes.choices import Options
+from jzero.recipes.finetune import finetune
+from jzero.recipes.fitting import Fit
+from jzero.recipes.starting_point import find_directory, starting_point
+from models.byte_tokenizer import byte_tokenizer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+COLORS = {"snow": "white", "grass": "green", "coal": "black", "the sky": "blue", "a lemon": "yellow", "blood": "red"}
+ASKED = [(f"Color of {thing}? ({i})", f"{thing} is {color}.") for thing, color in COLORS.items() for i in range(8)]
+SAMPLES = {
+    "text": [{"text": f"{question} {answer}"} for question, answer in ASKED],
+    "completions": [{"prompt": question, "completion": answer} for question, answer in ASKED],
+    "chat": [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in ASKED
+    ],
+    "preferences": [
+        {"prompt": question, "chosen": f"{answer} Friend!", "rejected": answer} for question, answer in ASKED
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A directory of `transformers` with a small Llama of random weights."""
+    path, tokenizer = tmp_path_factory.mktemp("llama"), byte_tokenizer()
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    def write(kind):
+        path = tmp_path / f"{kind}.jsonl"
+        path.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES[kind]))
+        return path
+
+    return write
+
+
+def torch_loss(model, kind):
+    """The loss of whole samples as `transformers` computes it."""
+    tokenizer = byte_tokenizer()
+
+    def text(sample):
+        if kind == "chat":
+            return tokenizer.apply_chat_template(sample["messages"], tokenize=False)
+        return sample["text"] if kind == "text" else sample["prompt"] + sample.get("completion", sample.get("chosen"))
+
+    losses = []
+    for sample in SAMPLES[kind][::6]:
+        tokens = torch.tensor([tokenizer(text(sample), add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            losses.append(float(model(tokens, labels=tokens).loss))
+    return np.mean(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("text", "full"), ("completions", "full"), ("chat", "lora"), ("chat", "full"), ("preferences", "full"),
+     ("preferences", "lora"), ("chat", "qlora")],
+)  # fmt: skip
+def test_loss_falls_and_the_model_loads(kind, method, directory, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = {"out": out, "method": method, "steps": 24, "evaluations": 3, "lr": 3e-3 if method == "full" else 1e-2}
+    tuned = finetune(str(directory), data(kind), **options)
+    assert len(tuned.losses) == 24
+    assert tuned.held_out[tuned.best] == min(tuned.held_out.values()) < tuned.held_out[0] - 0.05
+    if kind == "preferences":
+        assert tuned.losses[0] == pytest.approx(np.log(2), abs=1e-4)  # the model is its own reference
+    printed = capsys.readouterr().out
+    assert f"--method {method}" in printed
+    assert all(repr(prompt) in printed for prompt, _ in tuned.samples)
+    assert len(tuned.samples) == 3
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = load(directory, dtype=torch.float32), load(out / "model", dtype=torch.float32)
+    if kind != "preferences":
+        assert torch_loss(after, kind) < torch_loss(before, kind) - 0.05
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
+    prompt = torch.tensor([tokenizer(ASKED[0][0])["input_ids"]])
+    assert after.generate(prompt, max_new_tokens=4, min_new_tokens=4).shape[1] == prompt.shape[1] + 4
+    assert {path.name for path in (out / "checkpoints").iterdir()} >= {"best", "last", "latest"}
+    if method != "full":
+        peft = pytest.importorskip("peft")
+        adapted = peft.PeftModel.from_pretrained(before, out / "adapters")
+        np.testing.assert_allclose(adapted(prompt).logits.detach(), after(prompt).logits.detach(), atol=3e-2)
+
+
+@pytest.mark.slow
+def test_a_preset_stops_early_and_goes_back_to_its_best(data, tmp_path, capsys):
+    """A rate far too high, so that the first evaluation stays the best."""
+    out = tmp_path / "out"
+    options = {"out": out, "steps": 12, "evaluations": 6, "patience": 2, "lr": 30.0, "method": "full"}
+    tuned = finetune("llama:tiny", data("text"), **options)
+    assert "stopped: no better held-out loss in --patience 2" in capsys.readouterr().out
+    assert len(tuned.losses) < 12
+    assert tuned.best < len(tuned.losses)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    assert torch_loss(model, "text") == pytest.approx(tuned.held_out[tuned.best], abs=0.3)
+
+
+def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, tmp_path, monkeypatch):
+    """The step of all weights needs 9 MiB, that of adapters 2 MiB."""
+
+    def choose_fit(make, config, rows, length, most, policies):
+        step, batch = make({**config, "train_micro_batch_size_per_gpu": 1})
+        need = (9 if step.config.trainable_parameters is None else 2) * 2**20
+        assert batch["inputs"].shape == (8, length)
+        return Fit(1, policies[-1], need) if need <= most else need
+
+    monkeypatch.setattr(choices, "choose_fit", choose_fit)
+    arguments = {"out": tmp_path / "out", "batch": 8, "method": "full", "memory": "4 MiB"}
+    said = r"full does not fit: 9\.00 MiB of 4\.00 MiB per device; --method lora fits, peak 2\.00 MiB per device; "
+    with pytest.raises(ConfigError, match=said + "--method qlora fits"):
+        finetune(str(directory), data("text"), **arguments)
+    with pytest.raises(ConfigError, match=r"does not fit: 9\.00 MiB of 1\.00 MiB per device; shorter rows"):
+        finetune("llama:tiny", data("text"), **{**arguments, "memory": "1 MiB"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "qlor"}, "--method qlor: must be one of full, lora, qlora"),
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"held_out": 1.0}, "--held_out 1.0: must be a share"),
+        ({"epochs": 0}, "--epochs 0: must be positive"),
+        ({"batch": 3}, "--batch 3: must be a multiple of the 8 devices"),
+        ({"batch": 800}, "smaller than the"),
+        ({"micro_batch": 5, "batch": 16}, "--micro_batch 5: must divide the 2 rows"),
+        ({"config": {"optimizr": {}}}, "optimizer"),
+        ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
+    ],
+)
+def test_options_that_cannot_be(options, words, directory, data, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        finetune(str(directory), data("chat"), out=tmp_path / "out", **options)
+    assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, said in (
+        (["none/none", data("chat")], "none/none: no such directory, and not in the cache"),
+        (["qwen3-9b", data("chat")], "qwen3-9b: no such directory; must be one, a hub id such as"),
+        (["qwen3-8b", data("chat"), "--method", "qlora"], "--method qlora: qwen3-8b has no weights to quantise"),
+        ([directory, tmp_path / "none.jsonl"], "none.jsonl: no such file or directory"),
+        ([directory, data("chat"), "--out", tmp_path / "full"], "exists and is not an empty directory"),
+        ([tmp_path / "full", data("chat")], "has no tokenizer that can be read"),
+    ):
+        assert cli.main(["finetune", *map(str, words)]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def test_the_command_has_every_option():
+    from jzero.launcher import options
+
+    parsed = options.parse_other("finetune", ["m", "d", "--steps", "3", "--no_pack", "--lr", "1e-3"])
+    assert vars(parsed) == {"model": "m", "data": "d", "steps": 3, "pack": False, "lr": 1e-3}
+    names = {settings.get("dest", flags[0].lstrip("-")) for flags, settings in options.FINETUNE}
+    assert names == set(Options.__dataclass_fields__)
+
+
+def test_models_by_name(directory):
+    assert find_directory(str(directory)) == directory
+    assert find_directory("qwen3-8b") is None
+    start = starting_point("qwen3-0.6b", None)
+    assert (start.shape.d_model, start.shape.vocab_size, start.directory) == (1024, 258, None)
+    assert starting_point("qwen3-0.6b", str(directory)).tokenizer.chat_template == byte_tokenizer().chat_template

@@ -1,0 +1,82 @@
+"""The loss of preferences is that of the paper, and of trl."""
+
+import jax
+import numpy as np
+import pytest
+
+import jzero
+from jzero.data import Pairs
+from models.byte_tokenizer import byte_tokenizer
+from models.decoder import Decoder
+from models.llama import preset
+from models.preferences import SIDES, PreferenceDecoder
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("transformers")
+PAIRS = [{"prompt": f"{i}?", "chosen": f" {i + 1}, my friend", "rejected": f" {i + 1}"} for i in range(8)]
+
+
+def log_probabilities(module, rows):
+    """Sum those of the tokens with a label, with plain Flax and NumPy in float64: [pairs, 2]."""
+    sides = []
+    for side in ("chosen", "rejected"):
+        logits = np.asarray(module(rows[side]["inputs"]), np.float64)
+        top = logits.max(-1, keepdims=True)
+        normal = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        labels = rows[side]["labels"]
+        found = np.take_along_axis(normal, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        sides.append(np.where(labels >= 0, found, 0).sum(1))
+    return np.stack(sides, 1)
+
+
+def test_the_loss_is_trls():
+    """-log sigmoid(beta * ((policy chosen - rejected) - (reference chosen - rejected))), and the rewards' margin.
+
+    As in trl's DPOTrainer with loss_type "sigmoid"; the reference is another model here, so the loss is not log 2.
+    """
+    tokenizer = byte_tokenizer()
+    rows = Pairs(PAIRS, tokenizer, length=64).rows(np.arange(8))
+    shape = preset("tiny", num_layers=2, vocab_size=len(tokenizer))
+    models = [jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)) for _ in range(2)]
+    params = [model.init(jax.random.key(seed)) for seed, model in enumerate(models)]
+    policy, reference = (log_probabilities(model.module(p), rows) for model, p in zip(models, params, strict=True))
+    margins = 0.1 * ((policy[:, 0] - policy[:, 1]) - (reference[:, 0] - reference[:, 1]))
+    model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
+    settings = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    step = jzero.make_train_step(model, settings)
+    batch = {**rows, "reference": reference.astype(np.float32)}
+    loss, metrics = step.evaluate(step.init(jax.random.key(0), params[0]), batch)
+    assert abs(margins).max() > 0.01
+    assert float(loss) == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
+    assert float(metrics["margin"]) == pytest.approx(margins.mean(), abs=1e-4)
+    assert float(metrics["accuracy"]) == (margins > 0).mean()
+
+
+def test_dpo_in_a_pipeline():
+    """Stages share the vocabulary; losses and gradients are those of one device."""
+    shape, rng = (
+        preset("tiny", num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=48),
+        np.random.default_rng(0),
+    )
+    batch = {"reference": rng.normal(-20, 5, (8, 2)).astype(np.float32)}
+    for side in SIDES:
+        tokens = rng.integers(0, 256, (8, 13)).astype(np.int32)
+        labels = np.where(np.arange(12) < 5, -1, tokens[:, 1:])
+        batch[side] = {"inputs": tokens[:, :-1], "labels": labels}
+    found = []
+    for axes, stage, micro_batches in (({"zero": 1}, 0, 1), ({"pipe": 2, "zero": 2}, 3, 2)):
+        settings = {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": micro_batches,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        mesh = jzero.make_mesh(**axes, devices=jax.devices()[: 1 if stage == 0 else 4])
+        model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
+        step = jzero.make_train_step(model, settings, mesh=mesh)
+        state = step.init(jax.random.key(0))
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            found.append([float(metrics[name]) for name in ("loss", "grad_norm", "margin")])
+    np.testing.assert_allclose(found[2:], found[:2], rtol=1e-5)
+    assert found[1][0] < found[0][0]

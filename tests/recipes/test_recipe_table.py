@@ -1,0 +1,81 @@
+"""The recipes: their configs are valid, the planner says that each fits."""
+
+import json
+
+import pytest
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+from jzero import cli
+from jzero.planner.candidates import Task, value_at
+from jzero.planner.gpus import Cluster
+from jzero.planner.named_models import tokens
+from jzero.planner.rates import Rates
+from jzero.planner.search import search_configs
+from jzero.recipes.recipe_table import load_recipes
+
+RECIPES = load_recipes()
+
+
+def named(recipes):
+    return [pytest.param(recipe, id=recipe.name) for recipe in recipes]
+
+
+def test_each_has_its_own_name():
+    names = [recipe.name for recipe in RECIPES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("recipe", named(RECIPES))
+def test_configs_are_valid_and_figures_are_plausible(recipe):
+    """A run takes all its tokens; a GPU has no more memory than it has, nor computes faster than its peak in bf16."""
+    config = jzero.Config.load(recipe.config)
+    rows, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    assert rows % (micro * recipe.gpus) == 0
+    steps = recipe.config["scheduler"]["params"]["total_num_steps"]
+    assert steps * rows * recipe.sequence == pytest.approx(recipe.tokens, rel=0.06)
+    assert 0 < recipe.plan["peak_gib"] < {"h100": 79, "h200": 139}[recipe.gpu]
+    trained = 6 if recipe.method == "pretrain" else 4  # FLOPs a parameter: LoRA has no gradient of the weights
+    parameters = 1e9 * float(recipe.model.split("-")[1].rstrip("b"))
+    assert 0.1 < recipe.plan["tokens_per_s_gpu"] * trained * parameters / 989e12 < 1
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.parametrize("recipe", named(RECIPES))
+def test_each_fits_and_its_figures_are_those_of_the_planner(recipe, no_compilation_cache):
+    cluster = {"gpu": recipe.gpu, "nodes": recipe.nodes, "gpus_per_node": recipe.gpus_per_node}
+    made = jzero.plan(recipe.make_model(), recipe.config, tokens(recipe.sequence), **cluster)
+    assert made.memory.fits
+    assert made.memory.peak_bytes / 2**30 == pytest.approx(recipe.plan["peak_gib"], rel=0.03)
+    speed = recipe.config["train_batch_size"] * recipe.sequence / made.time.step_s / recipe.gpus
+    assert speed == pytest.approx(recipe.plan["tokens_per_s_gpu"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.parametrize(
+    "recipe", named(r for r in RECIPES if r.method == "pretrain" and r.model in ("llama3.2-1b", "llama3-8b"))
+)
+def test_the_search_finds_nothing_faster(recipe, no_compilation_cache):
+    """No stage, micro-batch or recomputation is more than 5 % faster with the same global batch."""
+    chosen = ("train_micro_batch_size_per_gpu", "zero_optimization", "activation_checkpointing", "stack")
+    raw = {key: value for key, value in recipe.config.items() if key not in chosen} | {"mesh": {"pipe": 1}}
+    cluster = Cluster(recipe.gpu, recipe.nodes, recipe.gpus_per_node)
+    found = search_configs(Task(raw, recipe.model, recipe.sequence, (), cluster, Rates.of(recipe.gpu)), minutes=8)
+    assert found.best.tokens_per_s_gpu <= 1.05 * recipe.plan["tokens_per_s_gpu"], found.best.choice
+    assert value_at(recipe.config, "zero_optimization.stage") is not None
+
+
+def test_the_command_lists_them_and_prints_a_config(capsys):
+    assert cli.main(["recipes", "--price", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert all(recipe.name in printed for recipe in RECIPES)
+    recipe = RECIPES[0]
+    assert f"${recipe.hours * recipe.gpus * 3:,.0f}" in printed
+    assert cli.main(["recipes", recipe.name]) == 0
+    assert jzero.Config.load(json.loads(capsys.readouterr().out)) == jzero.Config.load(recipe.config)
+    assert cli.main(["recipes", "llama3-8b-pretrain-9xh100"]) == 2
+    assert "no such recipe; did you mean" in capsys.readouterr().err

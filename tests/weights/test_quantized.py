@@ -1,0 +1,116 @@
+"""Matrices in few bits: the table of NF4, double quantisation, and QLoRA's losses and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+import jzero
+from models.decoder import Decoder
+from models.llama import preset
+from models.lora import LoRAConfig
+from models.quantized import NF4, Quantized, dequantize, quantize, quantize_params
+
+
+def test_the_table_is_the_papers():
+    """bitsandbytes' `create_normal_map`: quantiles of the normal distribution, 8 above zero and 7 below."""
+    offset = 0.9677083
+    above, below = (norm.ppf(np.linspace(offset, 0.5, count)[:-1]) for count in (9, 8))
+    table = np.sort([*above, *-below, 0.0])
+    np.testing.assert_allclose(NF4, table / table.max(), atol=2e-7)
+
+
+def plain_nf4(matrix, block):
+    """Quantise [in, out] without double quantisation, in NumPy."""
+    blocks = matrix.reshape(-1, block, matrix.shape[1])
+    scale = np.abs(blocks).max(1, keepdims=True)
+    nearest = np.abs((blocks / scale)[..., None] - np.array(NF4)).argmin(-1)
+    return (np.array(NF4)[nearest] * scale).reshape(matrix.shape)
+
+
+@pytest.mark.parametrize("shape", [(256, 96), (96, 64), (128, 4, 6)])
+def test_error_of_quantised_matrices(shape):
+    """Double quantisation adds little to NF4's own error; int8's is far smaller."""
+    matrix = np.random.default_rng(0).normal(0, 0.02, shape).astype(np.float32)
+    found = {kind: np.asarray(dequantize(quantize(matrix, kind), jnp.float32)) for kind in ("nf4", "int8")}
+    flat = matrix.reshape(shape[0], -1)
+    once = plain_nf4(flat, np.gcd(shape[0], 64))
+    error = np.sqrt(((found["nf4"].reshape(flat.shape) - flat) ** 2).mean())
+    assert error < 1.02 * np.sqrt(((once - flat) ** 2).mean())
+    assert np.sqrt(((found["int8"] - matrix) ** 2).mean()) < error / 8
+
+
+def test_bits_of_a_matrix():
+    q = quantize(jnp.ones((4096, 512)), "nf4")
+    assert sum(x.nbytes for x in q) * 8 / (4096 * 512) == pytest.approx(4.125, abs=0.01)
+    assert bool((dequantize(q, jnp.float32) == 1).all())
+    half = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in q]  # as a step in bf16 has them
+    assert bool((dequantize(type(q)(*half), jnp.float32) == dequantize(q, jnp.float32)).all())
+
+
+def decoder(quantized):
+    """A decoder with adapters at some matrices; all of them are quantised."""
+    lora = LoRAConfig(4, 8, ("q_proj", "v_proj", "down_proj"), quantized)
+    shape = preset("tiny", num_layers=2, d_model=64, d_ff=96, num_heads=2, num_kv_heads=1, lora=lora)
+    return jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+
+
+def mapped(function, params, name=""):
+    """Map over {name: leaf} of nested dicts."""
+    return {
+        name: mapped(function, part) if isinstance(part, dict) else function(name, part)
+        for name, part in params.items()
+    }
+
+
+def filled(part, own):
+    """Put the values of `own` in the places of None."""
+    if isinstance(part, dict):
+        return {name: filled(value, own.get(name, {})) for name, value in part.items()}
+    return own if part is None else part
+
+
+def dense(params):
+    """Put the matrices, made again in float32, in the places of their codes."""
+    found = {name: dense(part) if isinstance(part, dict) else part for name, part in params.items()}
+    if "codes" in found:
+        layers = zip(*(found.pop(name) for name in Quantized._fields), strict=True)
+        found["kernel"] = jnp.stack([dequantize(Quantized(*layer), jnp.float32) for layer in layers])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind):
+    """The oracle: the decoder whose kernels are the dequantised ones, by plain Flax and JAX."""
+    model, plain = decoder(kind), decoder(None)
+    params = mapped(lambda name, x: x + 0.05 if name == "lora_b" else x, plain.init(jax.random.key(0)))
+    like = jax.eval_shape(model.init, jax.random.key(0))
+    few = quantize_params(mapped(lambda name, x: None if "lora" in name else x, params), like, kind)
+    few = filled(few, params)
+    tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    settings = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "trainable_parameters": ["lora_"],
+        "activation_checkpointing": {"policy": "matmuls"},
+    }
+    step = jzero.make_train_step(model, settings, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
+    found, metrics = step.gradients(step.init(jax.random.key(0), few), batch)
+
+    def loss(params):
+        logits = jax.nn.log_softmax(plain.module(params)(batch["inputs"]))
+        return -jnp.take_along_axis(logits, batch["labels"][..., None], -1).mean()
+
+    expected, gradients = jax.value_and_grad(loss)(dense(few))
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+    compared = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(found):
+        if "lora_" in (name := jax.tree_util.keystr(path)):
+            wanted = gradients
+            for key in path:
+                wanted = wanted[key.key]
+            np.testing.assert_allclose(x, wanted, atol=1e-3 * np.abs(wanted).max(), err_msg=name)
+            compared += 1
+    assert compared == 6
