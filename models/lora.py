@@ -75,8 +75,15 @@ class FusedLinear(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
-        y = super().__call__(inputs, out_sharding)
-        parts = jnp.split(y, [*accumulate(width for _, width in self.widths)][:-1], axis=self.cut)
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        y = jax.lax.dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
+        at = [*accumulate(width for _, width in self.widths)][:-1]
+        parts = jnp.split(y, at, axis=self.cut)
+        # Added to the whole product, XLA writes the bias as an array as large as the product, for cuBLAS to add.
+        if bias is not None:
+            parts = [part + own for part, own in zip(parts, jnp.split(bias, at, axis=self.cut), strict=True)]
         return tuple(_adapted(self, name, inputs, part) for (name, _), part in zip(self.widths, parts, strict=True))
 
 

@@ -92,9 +92,12 @@ class ViT(nnx.Module):
         n, p = c.image_size // c.patch_size, c.patch_size
         patches_BSP = images.reshape(B, n, p, n, p, channels).transpose(0, 1, 3, 5, 2, 4).reshape(B, n * n, -1)
         # jzero passes parameters in the compute dtype and the batch in its own, which would widen the products.
-        x_BSD = self.patches(patches_BSP.astype(self.patches.kernel.dtype))
-        first_B1D = jnp.broadcast_to(self.class_token[...], (B, 1, c.d_model))
-        return jnp.concatenate([first_B1D, x_BSD], axis=1) + self.positions[...]
+        patches_BSP = patches_BSP.astype(self.patches.kernel.dtype)
+        # A patch of zeros holds the class token's place: the product is the whole sequence, and the table below, which
+        # has class token, bias and positions, is all that is added. Nothing is copied, and one sum has all gradients.
+        x_BSD = jnp.pad(patches_BSP, ((0, 0), (1, 0), (0, 0))) @ self.patches.kernel[...]
+        bias_1SD = jnp.broadcast_to(self.patches.bias[...], (1, n * n, c.d_model))
+        return x_BSD + (jnp.concatenate([self.class_token[...], bias_1SD], axis=1) + self.positions[...])
 
     def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
         """Return the images' mean cross-entropy."""

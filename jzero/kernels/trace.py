@@ -51,6 +51,10 @@ class ClosedJaxpr(Protocol):
 CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
 
 
+# Attention as one kernel, which reads and writes arrays of its own: XLA cuts no part of an array for it on the way.
+ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd", "flash_mha_fwd_hlo")
+
+
 def program_of(eqn: Equation) -> ClosedJaxpr:
     """Return the program that a call, a scan or a function with derivatives of its own runs."""
     return closed_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
