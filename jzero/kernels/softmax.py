@@ -15,8 +15,10 @@ from jax import lax
 from jzero._compat import function_primitive
 from jzero.kernels.fusion.parts import Device, Ref, Shapes, has_triton
 
-# Columns that a program reads at a time, and its warps.
-COLUMNS, WARPS = 4096, 8
+# Columns that a program reads at a time, and its warps. Of [32768, 50304] in bf16 on an H200, the sums take 1.59 ms so,
+# and 1.63 to 2.75 with 2,048 to 8,192 columns.
+COLUMNS, WARPS = 1024, 4
+LOG2E = math.log2(math.e)
 
 
 def row_sums(logits: jax.Array, labels: jax.Array, size: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -87,27 +89,27 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 def tiled_sums(logits: jax.Array, *others: jax.Array) -> list[jax.Array]:
     """Compute `row_sums`, with a running maximum (Milakov and Gimelshein, arXiv:1805.02867)."""
     V = logits.shape[-1]
-    width = _width(V)
+    width = min(COLUMNS, 1 << (V - 1).bit_length())
 
     # logits [1, V], label [1], size []; highest, total, picked [1]
     def kernel(x_ref: Ref, label_ref: Ref, size_ref: Ref, highest_ref: Ref, total_ref: Ref, picked_ref: Ref) -> None:
         label, size = label_ref[0], size_ref[()]
 
-        def step(i: jax.Array, carry: tuple) -> tuple:
-            highest, total, picked = carry
-            x, columns = _read(x_ref, i * width, width)
-            x = jnp.where(columns < size, x, -jnp.inf)
+        def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+            (highest, total), (x, columns) = carry, _read(x_ref, i * width, width, masked)
+            x = jnp.where(columns < size, x, -jnp.inf) if masked else x
             higher = jnp.maximum(highest, x.max())
-            total = total * jnp.exp(highest - higher) + jnp.exp(x - higher)
-            return higher, total, picked + jnp.where(columns == label, x, 0)
+            return higher, total * _exp(highest, higher) + _exp(x, higher)
 
-        zeros = jnp.zeros(width, jnp.float32)
-        highest, total, picked = lax.fori_loop(0, -(-V // width), step, (jnp.float32(_LOWEST), zeros, zeros))
-        highest_ref[0], total_ref[0], picked_ref[0] = highest, total.sum(), picked.sum()
+        carry = jnp.float32(_LOWEST), jnp.zeros(width, jnp.float32)
+        highest_ref[0], total = _over_columns(step, carry, size, V, width)
+        total_ref[0] = total.sum()
+        inside = (label >= 0) & (label < V)
+        picked = x_ref[0, jnp.where(inside, label, 0)].astype(jnp.float32)
+        picked_ref[0] = jnp.where(inside, jnp.where(label < size, picked, -jnp.inf), 0)
 
-    return _by_row(
-        "softmax_sums", kernel, [logits, *others], [jax.ShapeDtypeStruct(logits.shape[:-1], jnp.float32)] * 3, {}
-    )
+    sums = [jax.ShapeDtypeStruct(logits.shape[:-1], jnp.float32)] * 3
+    return _by_row("softmax_sums", kernel, [logits, *others], sums, {})
 
 
 def tiled_gradient(logits: jax.Array, *others: jax.Array) -> list[jax.Array]:
@@ -115,35 +117,45 @@ def tiled_gradient(logits: jax.Array, *others: jax.Array) -> list[jax.Array]:
     from jax.experimental.pallas import triton
 
     V = logits.shape[-1]
-    width = _width(V)
+    width = min(COLUMNS, 1 << (V - 1).bit_length())
 
     # logits [1, V], label [1], size [], normalizer [1], g [1]; dx [1, V]
     def kernel(x_ref: Ref, label_ref: Ref, size_ref: Ref, normalizer_ref: Ref, g_ref: Ref, dx_ref: Ref) -> None:
         label, size, normalizer, g = label_ref[0], size_ref[()], normalizer_ref[0], g_ref[0]
 
-        def step(i: jax.Array, carry: tuple) -> tuple:
-            x, columns = _read(x_ref, i * width, width)
-            dx = (jnp.exp(x - normalizer) - jnp.where(columns == label, 1.0, 0.0)) * g
-            dx = jnp.where(columns < size, dx, 0).astype(dx_ref.dtype)
-            triton.store(dx_ref.at[0, columns], dx, mask=columns < V if V % width else None)
+        def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+            x, columns = _read(x_ref, i * width, width, masked)
+            dx = (_exp(x, normalizer) - jnp.where(columns == label, 1.0, 0.0)) * g
+            dx = jnp.where(columns < size, dx, 0) if masked else dx
+            mask = columns < V if masked and V % width else None
+            triton.store(dx_ref.at[0, columns], dx.astype(dx_ref.dtype), mask=mask)
             return carry
 
-        lax.fori_loop(0, -(-V // width), step, ())
+        _over_columns(step, (), size, V, width)
 
     return _by_row("softmax_gradient", kernel, [logits, *others], [logits], {0: 0})
 
 
-def _width(columns: int) -> int:
-    return min(COLUMNS, 1 << (columns - 1).bit_length())
+def _over_columns(step: Callable, carry: tuple, size: jax.Array, V: int, width: int) -> tuple:
+    """Run `step(i, carry, masked)` on all columns, `width` at a time; with masks where some do not count."""
+    # The time of these kernels is that of their instructions: masks on all columns take 30 % more.
+    whole = lax.div(size, width)
+    carry = lax.fori_loop(0, whole, lambda i, carry: step(i, carry, masked=False), carry)
+    return lax.fori_loop(whole, -(-V // width), lambda i, carry: step(i, carry, masked=True), carry)
 
 
-def _read(ref: Ref, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+def _exp(x: jax.Array, of_zero: jax.Array) -> jax.Array:
+    """Compute exp(x - of_zero) in fewer instructions: Triton's exp is exact to the last bit."""
+    return jnp.exp2((x - of_zero) * LOG2E)
+
+
+def _read(ref: Ref, start: jax.Array, width: int, masked: bool) -> tuple[jax.Array, jax.Array]:
     """Read columns of a row in float32; return their numbers too."""
     from jax.experimental.pallas import triton
 
     columns, V = start + jnp.arange(width), ref.shape[1]
-    masked = {"mask": columns < V, "other": -jnp.inf} if V % width else {}
-    return triton.load(ref.at[0, columns], **masked).astype(jnp.float32), columns
+    mask = {"mask": columns < V, "other": -jnp.inf} if masked and V % width else {}
+    return triton.load(ref.at[0, columns], **mask).astype(jnp.float32), columns
 
 
 def _by_row(

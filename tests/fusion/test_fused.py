@@ -297,7 +297,9 @@ def test_erfc_against_float64(derivative):
     f, expected = erfc, scipy.special.erfc(x.astype(np.float64))
     if derivative:
         f, expected = jax.vmap(jax.grad(erfc)), -2 / np.sqrt(np.pi) * np.exp(-(x.astype(np.float64) ** 2))
-    np.testing.assert_allclose(f(jnp.asarray(x)), expected, rtol=4e-6)  # of exp(-x^2), whose argument is rounded
+    np.testing.assert_allclose(
+        f(jnp.asarray(x)), expected, rtol=6e-6
+    )  # the argument of 2^y, up to 52, is rounded twice
 
 
 ACTIVATIONS = {
