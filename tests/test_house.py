@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46707,
-    "files": 254,
-    "statements": 27286,
-    "Any": 1180,
+    "lines": 46960,
+    "files": 255,
+    "statements": 27431,
+    "Any": 1181,
     "rooms": 38,
     "floors": 15,
-    "arrows": 236,
+    "arrows": 237,
     "functions over 60 lines": 3,
     "functions with more than 7 arguments": 9,
     "public names defined twice": 9,
