@@ -94,8 +94,8 @@ class ViT(nnx.Module):
         # jzero passes parameters in the compute dtype and the batch in its own, which would widen the products.
         patches_BSP = patches_BSP.astype(self.patches.kernel.dtype)
         # Positions are part of the product, as one more word of each row. XLA would compute the gradient of a sum with
-        # a table in a layout with the batch last, which then the whole stack has, with transposes around each product: 9
-        # of 80 ms of a step of 256 images on an H200. Rows of a multiple of 16 bytes are fast.
+        # a table in a layout with the batch last, which then the whole stack has, with transposes around each product:
+        # 9 of 80 ms of a step of 256 images on an H200. Rows of a multiple of 16 bytes are fast.
         S = n * n + 1
         places_SP = jnp.eye(S, S + -S % 8, dtype=patches_BSP.dtype)
         kernel_PD, bias_D, positions_SD = self.patches.kernel[...], self.patches.bias[...], self.positions[0]
