@@ -98,6 +98,7 @@ class ViT(nnx.Module):
         # 9 of 80 ms of a step of 256 images on an H200. Rows of a multiple of 16 bytes are fast.
         S = n * n + 1
         places_SP = jnp.eye(S, S + -S % 8, dtype=patches_BSP.dtype)
+        assert self.patches.bias is not None  # a layer of Flax may have none
         kernel_PD, bias_D, positions_SD = self.patches.kernel[...], self.patches.bias[...], self.positions[0]
         table_SD = positions_SD + jnp.concatenate([self.class_token[0], jnp.broadcast_to(bias_D, (n * n, c.d_model))])
         inputs = jnp.pad(patches_BSP, ((0, 0), (1, 0), (0, 0))), jnp.broadcast_to(places_SP, (B, *places_SP.shape))

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 46960,
+    "lines": 46962,
     "files": 255,
-    "statements": 27431,
+    "statements": 27433,
     "Any": 1181,
     "rooms": 38,
     "floors": 15,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import jax
@@ -119,7 +118,10 @@ def erfc(x: jax.Array) -> jax.Array:
     """
     half = 1 + 0.5 * jnp.abs(x)
     u = lax.rsqrt(half * half)  # one instruction of a GPU; a division is many
-    y = jnp.exp2(-LOG2E * x * x) * u * reduce(lambda total, c: total * u + c, reversed(_ERFC))
+    polynomial: jax.Array | float = _ERFC[-1]
+    for c in reversed(_ERFC[:-1]):
+        polynomial = polynomial * u + c
+    y = jnp.exp2(-LOG2E * x * x) * u * polynomial
     return jnp.where(x < 0, 2 - y, y)
 
 
