@@ -18,7 +18,7 @@ from flax import nnx
 
 from jzero.errors import ConfigError
 
-from .quantized import Kind, product, quantize_kernel
+from .quantized import Kind, quantize_kernel, quantized_matmul
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -82,8 +82,19 @@ class FusedLinear(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
-        y = super().__call__(inputs, out_sharding) if hasattr(self, "kernel") else product(self, inputs)
-        parts = jnp.split(y, [*accumulate(width for _, width in self.widths)][:-1], axis=self.cut)
+        bias = None if self.bias is None else self.bias[...]
+        if hasattr(self, "kernel"):
+            x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+            numbers = (((x.ndim - 1,), (0,)), ((), ()))
+            y = jax.lax.dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
+        else:
+            y = quantized_matmul(self, inputs)
+        at = [*accumulate(width for _, width in self.widths)][:-1]
+        parts = jnp.split(y, at, axis=self.cut)
+        # Added to the whole product, XLA writes the bias as an array as large as the product, for cuBLAS to add.
+        if bias is not None:
+            biases = jnp.split(bias.astype(y.dtype), at, axis=self.cut)
+            parts = [part + own for part, own in zip(parts, biases, strict=True)]
         return tuple(_adapted(self, name, inputs, part) for (name, _), part in zip(self.widths, parts, strict=True))
 
 
@@ -97,7 +108,11 @@ class LoRALinear(nnx.Linear):
         quantize_kernel(self, lora.quantized)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        y = super().__call__(inputs, out_sharding) if hasattr(self, "kernel") else product(self, inputs)
+        if hasattr(self, "kernel"):
+            y = super().__call__(inputs, out_sharding)
+        else:
+            y = quantized_matmul(self, inputs)
+            y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
         return _adapted(self, self.name, inputs, y)
 
 

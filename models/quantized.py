@@ -87,11 +87,10 @@ def quantize_kernel(module: Any, kind: Kind | None) -> None:
         del module.kernel
 
 
-def product(module: Any, inputs: jax.Array) -> jax.Array:
-    """Multiply with a quantised matrix [in, *out], and add the layer's bias."""
+def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
+    """Multiply with a layer's quantised matrix [in, *out], without the layer's bias."""
     q = Quantized(*(getattr(module, name)[...] for name in Quantized._fields))
-    y = jnp.tensordot(inputs, dequantize(q, inputs.dtype), 1)
-    return y if module.bias is None else y + module.bias[...].astype(y.dtype)
+    return jnp.tensordot(inputs, dequantize(q, inputs.dtype), 1)
 
 
 def quantize_params(params: Any, like: Any, kind: Kind) -> Any:

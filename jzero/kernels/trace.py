@@ -51,6 +51,10 @@ class ClosedJaxpr(Protocol):
 CALLS = ("jit", "closed_call", "core_call", "remat2", "checkpoint")
 
 
+# Attention as one kernel, which reads and writes arrays of its own: XLA cuts no part of an array for it on the way.
+ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd", "flash_mha_fwd_hlo")
+
+
 def program_of(eqn: Equation) -> ClosedJaxpr:
     """Return the program that a call, a scan or a function with derivatives of its own runs."""
     return closed_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
@@ -81,13 +85,13 @@ def run_equations(
     return read
 
 
-# JAX's elementwise primitives, by two facts: t: Triton has it, and it is differentiable; c: XLA computes it where its
+# JAX's elementwise primitives, by two facts: t: kernels have it, and it is differentiable; c: XLA computes it where its
 # result is read, so that it may run again.
 _ELEMENTWISE = {
-    "tc": "abs add add_any convert_element_type copy div exp exp2 integer_pow log log1p logistic max min mul neg rsqrt"
-    " sign sqrt square sub tanh",
+    "tc": "abs add add_any convert_element_type copy div erf erfc exp exp2 integer_pow log log1p logistic max min mul"
+    " neg rsqrt sign sqrt square sub tanh",
     "t": "cos pow sin",
-    "c": "and clamp eq erf erfc expm1 floor ge gt is_finite le lt ne not or rem round select_n stop_gradient xor",
+    "c": "and clamp eq expm1 floor ge gt is_finite le lt ne not or rem round select_n stop_gradient xor",
     "": "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj copy_p cosh digamma"
     " erf_inv imag lgamma name nextafter population_count real reduce_precision shift_left shift_right_arithmetic"
     " shift_right_logical sinh tan",

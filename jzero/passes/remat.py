@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
 from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
+from jzero.kernels.trace import ATTENTION
 from jzero.layout.offload import HOST
 from jzero.mesh import TENSOR
 from jzero.tracing.chunk import Chunk, split_floats
@@ -26,14 +27,7 @@ Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -
 
 _INPUT = "layer_input"
 # Outputs worth keeping besides `dot_general`, which `_keep_matmuls` tests.
-_MATMULS = (
-    FP8_MATMUL,
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "dot_product_attention_fwd_wrapper",
-    "dot_product_attention_fwd",
-    "flash_mha_fwd_hlo",
-)
+_MATMULS = (FP8_MATMUL, "ragged_dot_general", "conv_general_dilated", *ATTENTION)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
+from jzero.kernels.softmax import row_gradient, row_sums
 from jzero.loss import Mean
 from jzero.tiling import tiled
 
@@ -134,19 +135,10 @@ def cross_entropy(
             logits = logits + bias_V
         if softcap is not None:
             logits = (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
-        if vocab_size is not None and vocab_size < head_DV.shape[1] * (1 if axis is None else lax.psum(1, axis)):
-            columns = _columns(logits, axis)
-            logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
-        return _losses(logits, labels, axis)
+        return _losses(logits, labels, axis, vocab_size)
 
     counted = labels >= 0
     return Mean(jnp.sum(tiled(losses, (x, labels), tiles, axis=labels.ndim - 1), where=counted), counted.sum())
-
-
-def _columns(logits: jax.Array, axis: str | None) -> jax.Array:
-    """Number the columns of logits [..., V], V local, in the whole vocabulary."""
-    start = 0 if axis is None else _start(logits.shape[-1], axis)
-    return lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + start
 
 
 def _start(size: int, axis: str) -> jax.Array:
@@ -180,33 +172,30 @@ def _gather(x: jax.Array, axis: str) -> jax.Array:
     )
 
 
-def _losses(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array:
+def _losses(logits: jax.Array, labels: jax.Array, axis: str | None, vocab_size: int | None) -> jax.Array:
     """Compute float32 cross-entropies [...] of logits [..., V], V local, with the gradient written out.
 
     Autodiff would keep float32 probabilities [..., V] for the backward pass. Written out, the residuals are the logits
     in their own dtype and one normalizer per token: the gradient is softmax(logits) - one_hot(label).
     """
 
-    def hit(logits: jax.Array, labels: jax.Array) -> jax.Array:
-        columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        start = 0 if axis is None else _start(logits.shape[-1], axis)
-        return columns == (labels.astype(jnp.int32) - start)[..., None]
+    def own(labels: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+        """Return the labels' columns among the local ones, and how many of these count."""
+        size, labels = logits.shape[-1], labels.astype(jnp.int32)
+        start = 0 if axis is None else _start(size, axis)
+        return labels - start, size if vocab_size is None else jnp.clip(vocab_size - start, 0, size)
 
     def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        wide = logits.astype(jnp.float32)
-        highest = wide.max(-1)  # of all slices, so that no exponential overflows
+        highest, total, picked = row_sums(logits, *own(labels))
         if axis is not None:
-            highest = lax.pmax(highest, axis)
-        sums = jnp.stack([jnp.exp(wide - highest[..., None]).sum(-1), jnp.where(hit(wide, labels), wide, 0).sum(-1)])
-        if axis is not None:
-            sums = lax.psum(sums, axis)
-        normalizer = jnp.log(sums[0]) + highest
-        return normalizer - sums[1], (logits, labels, normalizer)
+            local, highest = highest, lax.pmax(highest, axis)  # of all slices, so that no exponential overflows
+            total, picked = lax.psum(jnp.stack([total * jnp.exp(local - highest), picked]), axis)
+        normalizer = jnp.log(total) + highest
+        return normalizer - picked, (logits, labels, normalizer)
 
     def backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
         logits, labels, normalizer = saved
-        probabilities = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
-        return ((probabilities - hit(logits, labels)) * g[..., None]).astype(logits.dtype), None
+        return row_gradient(logits, *own(labels), normalizer, g), None
 
     @jax.custom_vjp
     def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -160,7 +160,8 @@ class Kernels:
             return self._grouped(op, scope)
         if "/fp8_cast" in op.op_name:  # of jzero.kernels.fp8: a cast and its transposed copy
             return self._moved(TRANSPOSES, of_operation(op, scope))
-        if target.startswith(_BY_BYTES) or "/map_parts" in op.op_name:  # the latter of jzero.kernels.fusion
+        # The latter two of jzero.kernels.fusion and .softmax.
+        if target.startswith(_BY_BYTES) or "/map_parts" in op.op_name or "/softmax_" in op.op_name:
             return self._moved(ELEMENTWISE, of_operation(op, scope))
         raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
 

@@ -24,7 +24,7 @@ from jzero.spread.sharded_array import ModelGroup, ShardedArray
 from jzero.tree import PyTree, combine, partition
 
 
-@rule(*CALLS)
+@rule(*CALLS, "softmax_rows")  # the latter of jzero.kernels.softmax, whose rows may be divided
 def call(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
     run, p = partial(interpret, group, program_of(eqn)), eqn.params
     if "prevent_cse" in p:

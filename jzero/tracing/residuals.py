@@ -15,13 +15,14 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jzero._compat import has_effect, is_constant
-from jzero.kernels.trace import Equation, Variable, elementwise_primitives, program_of
+from jzero.kernels.trace import ATTENTION, Equation, Variable, elementwise_primitives, program_of
 from jzero.tracing.equations import Equations
 
 # A part of their operand, or its elements in another shape: nothing is computed.
 _VIEWS = frozenset({"expand_dims", "reshape", "slice", "split", "squeeze"})
 # XLA computes these where their results are read.
 _CHEAP = elementwise_primitives("c") | _VIEWS | {"broadcast_in_dim", "concatenate", "iota", "pad", "rev", "transpose"}
+_COPY = 31 / 32  # of the bytes of what attention's kernel reads count: with an odd length, it is padded
 _MOST = 1 << 28  # the sum of all capacities, which SciPy adds up in int32
 
 
@@ -44,7 +45,8 @@ def fewest_bytes(
     callback, never does.
 
     Of equally many bytes those are chosen that need the fewest equations; but the parts of an array that together are
-    all of it are kept as that array, since each part would be a copy.
+    all of it are kept as that array, since each part would be a copy. What attention's kernel reads is a copy already:
+    it is kept even if that takes a few bytes more.
 
     Args:
       wanted: variables, or constants.
@@ -70,26 +72,27 @@ def fewest_bytes(
     while pending:
         needed |= dict.fromkeys(pending)
         pending = [u for v in pending for u in made_from.get(v, ()) if u not in needed]
-    chosen = _cut(list(needed), made_from, wanted)
+    copies = {v for eqn in program.eqns if eqn.primitive.name in ATTENTION for v in eqn.invars if not is_constant(v)}
+    chosen = _cut({v: _bytes(v) * (_COPY if v in copies else 1) for v in needed}, made_from, wanted)
     views = {v: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name in _VIEWS for v in eqn.outvars}
     bases = {v: base for v, base in views.items() if not is_constant(base) and base in needed}
-    chosen = _whole_for_parts(chosen, bases)
+    chosen = _whole_for_parts(chosen - copies, bases) | (chosen & copies)
     return [v for v in [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)] if v in chosen]
 
 
 def _cut(
-    variables: Sequence[Variable], made_from: dict[Variable, list[Variable]], wanted: Sequence[Variable]
+    sizes: dict[Variable, float], made_from: dict[Variable, list[Variable]], wanted: Sequence[Variable]
 ) -> set[Variable]:
     """Return the variables of the minimum cut that is nearest to the wanted ones.
 
-    Each variable is an edge from its "made" to its "there" node, whose capacity is its bytes.
+    Each variable is an edge from its "made" to its "there" node, whose capacity is its size.
     """
     if not wanted:
         return set()
-    number = {v: i for i, v in enumerate(variables)}
+    number = {v: i for i, v in enumerate(sizes)}
     source, sink, unlimited = 2 * len(number), 2 * len(number) + 1, 2 * _MOST
-    unit = max(sum(map(_bytes, variables)) / _MOST, 1)
-    edges = {(2 * i, 2 * i + 1): max(round(_bytes(v) / unit), 1) for v, i in number.items()}
+    unit = max(sum(sizes.values()) / _MOST, 1)
+    edges = {(2 * i, 2 * i + 1): max(round(sizes[v] / unit), 1) for v, i in number.items()}
     for v, i in number.items():
         before = [2 * number[u] + 1 for u in made_from[v]] if v in made_from else [source]
         edges |= {(node, 2 * i): unlimited for node in before}

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+from flax import linen, nnx
 from helpers.cuda import needs_cuda_compiler
 from jax.experimental import pallas as pl
 
 import jzero
 from jzero.kernels.fusion import parts
-from jzero.kernels.fusion.elementwise import PRIMITIVES, is_elementwise
+from jzero.kernels.fusion.elementwise import PRIMITIVES, erfc, is_elementwise
 from jzero.kernels.fusion.parts import map_parts
 from jzero.planner import gpu_devices
 from jzero.tracing.chunk import fused
@@ -46,6 +48,23 @@ def squared(x, w, down):
     return (jnp.maximum(x @ w, 0) ** 2) @ down
 
 
+def biased(x, w, bias, down):
+    return jax.nn.gelu(x @ w + bias) @ down
+
+
+def biased_exact(x, w, bias, down):
+    return jax.nn.gelu(x @ w + bias.reshape(1, 1, -1), approximate=False) @ down
+
+
+def two_biases(x, gate, up, a, b, down):
+    return (jax.nn.silu(x @ gate + a) * (x @ up + b)) @ down
+
+
+def scaled(x, w, scale, down):
+    """The row is no bias, and is used twice."""
+    return (jnp.tanh(x @ w * scale) + scale) @ down
+
+
 def numbers(*shapes, dtype=jnp.bfloat16, seed=0):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype) for shape in shapes]
@@ -57,6 +76,10 @@ SHAPES = {
     beside: [(2, M, K), (K, 2, F), (F, K)],
     gelu: [(2, M, K), (K, F), (F, K)],
     squared: [(2, M, K), (K, F), (F, K)],
+    biased: [(2, M, K), (K, F), (F,), (F, K)],
+    biased_exact: [(2, M, K), (K, F), (F,), (F, K)],
+    two_biases: [(2, M, K), (K, F), (K, F), (F,), (F,), (F, K)],
+    scaled: [(2, M, K), (K, F), (F,), (F, K)],
 }
 
 
@@ -85,6 +108,37 @@ def test_values_and_gradients_against_float64(f, dtype):
     for a, unfused, b in zip(found, gradients(f, args, g), expected, strict=True):
         assert a.dtype == dtype
         assert distance(a, b) <= min(2 * BF16, distance(unfused, b))  # fewer results are rounded
+
+
+def test_a_single_row_has_no_bias():
+    """A bias of it would have the shape of an array."""
+    args = numbers((1, K), *SHAPES[biased][1:])
+    assert primitives(fused(biased), *args) == primitives(biased, *args)
+
+
+@pytest.mark.parametrize("module", [nnx, linen], ids=["nnx", "linen"])
+@pytest.mark.parametrize("approximate", [True, False], ids=["tanh", "erf"])
+def test_layers_of_flax_are_found(module, approximate):
+    """Two linear layers with biases, as they are: no pass over the hidden layer is left outside of the chain."""
+    x = numbers((2, M, K))[0]
+    if module is nnx:
+        graph, weights = nnx.split(
+            [nnx.Linear(*n, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16) for n in [(K, F), (F, K)]]
+        )
+
+        def f(weights, x):
+            up, down = nnx.merge(graph, weights)
+            return down(nnx.gelu(up(x), approximate=approximate))
+
+    else:
+        up, down = (linen.Dense(n, param_dtype=jnp.bfloat16) for n in (F, K))
+        weights = up.init(jax.random.key(0), x), down.init(jax.random.key(1), jnp.ones((1, F), jnp.bfloat16))
+
+        def f(weights, x):
+            return down.apply(weights[1], nnx.gelu(up.apply(weights[0], x), approximate=approximate))
+
+    wide = [eqn for eqn in jax.make_jaxpr(fused(f))(weights, x).eqns if eqn.outvars[0].aval.shape == (2, M, F)]
+    assert [eqn.primitive.name for eqn in wide] == ["dot_general"]
 
 
 def test_float32_is_left_to_xla():
@@ -154,13 +208,26 @@ def with_itself(x, w, down):
     return hidden @ hidden
 
 
+def with_its_own_maximum(x, w, down):
+    y = x @ w
+    return jnp.exp(y - y.max((0, 1), keepdims=True)) @ down
+
+
+def with_a_wide_bias(x, w, down):
+    return jnp.tanh((x @ w).astype(jnp.float32) + jnp.arange(F, dtype=jnp.float32)).astype(x.dtype) @ down
+
+
+def of_biases_alone(x, w, down):
+    return jnp.tanh(w[:1]) @ down
+
+
 def empty(x, w, down):
     return jnp.tanh(x @ w[:, :0]) @ down[:0]
 
 
 ALONE = [
     used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array, as_in_fp8, as_in_fp16, closed_over,
-    with_itself, empty,
+    with_itself, with_its_own_maximum, with_a_wide_bias, of_biases_alone, empty,
 ]  # fmt: skip
 
 
@@ -177,29 +244,67 @@ def mixed(a, b, c):
     return [a * jax.nn.sigmoid(b), b - c, jnp.exp(-c) * a]
 
 
-@pytest.mark.parametrize("shape", [(32, 512), (8, 1024), (16, 384)], ids=str)
-def test_the_kernel_in_pallas_interpreter(shape, monkeypatch):
+def with_row(a, b, c, bias):
+    """Two results, and the sum over all rows of a third."""
+    return [*mixed(a, b + bias, c), jnp.sum(a * c, 0, keepdims=True)]
+
+
+@pytest.mark.parametrize("shape", [(32, 512), (8, 1024), (16, 384), (96, 1024), (320, 2048), (64, 128)], ids=str)
+@pytest.mark.parametrize("row", [False, True], ids=["", "row"])
+def test_the_kernel_in_pallas_interpreter(shape, row, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     (m, n), dtype = shape, jnp.bfloat16
-    x, y = numbers((m, 2, n), (m, 1, n), dtype=dtype)
-    assert parts.supports_elementwise([x.shape, y.shape])
-    found = parts.tiled_map_parts(mixed, x, y, parts=(1, 2))
-    expected = map_parts(mixed, [x, y], (1, 2))
+    *xs, bias = numbers((m, 2, n), (m, 1, n), (1, 1, n), dtype=dtype)
+    f, counts, xs = (with_row, (1, 2, 1), [*xs, bias]) if row else (mixed, (1, 2), xs)
+    results = [(m, 1, n), (m, 2, n), (1, 1, n)][: len(counts)]
+    assert parts.supports_elementwise([x.shape for x in xs], results)
+    found = parts.tiled_map_parts(f, *xs, results=results)
+    expected = map_parts(f, xs, counts)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert a.dtype == dtype
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=BF16, atol=1e-6)
-    by_hand = np.asarray(x[:, 0], np.float64) / (1 + np.exp(-np.asarray(x[:, 1], np.float64)))
-    np.testing.assert_allclose(np.asarray(found[0][:, 0], np.float64), by_hand, rtol=BF16, atol=1e-6)
+    a, b, c = (np.asarray(x, np.float64) for x in (xs[0][:, 0], xs[0][:, 1], xs[1][:, 0]))
+    b = b + np.asarray(bias[0, 0], np.float64) if row else b
+    np.testing.assert_allclose(np.asarray(found[0][:, 0], np.float64), a / (1 + np.exp(-b)), rtol=BF16, atol=1e-6)
+    if row:
+        np.testing.assert_allclose(np.asarray(found[2][0, 0], np.float64), (a * c).sum(0), rtol=BF16, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+def test_what_is_not_finite_stays_in_its_place(bad, monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+    x, bias = numbers((8, 1, 1024), (1, 1, 1024))
+    x = x.at[3, 0, 5].set(bad)
+    for found in (
+        parts.tiled_map_parts(with_row, x, x, x, bias, results=[(8, 1, 1024)] * 3 + [(1, 1, 1024)]),
+        map_parts(with_row, [x, x, x, bias], [1] * 4),
+    ):
+        kept = [np.isfinite(np.asarray(y, np.float32)) for y in found]
+        assert all(y.sum() >= y.size - 1 and y[..., :5].all() and y[..., 6:].all() for y in kept)
+        assert not kept[3][0, 0, 5]
 
 
 @pytest.mark.parametrize("shapes", [[(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str)
-def test_shapes_that_the_kernel_does_not_take(shapes):
-    assert not parts.supports_elementwise(shapes)
+@pytest.mark.parametrize("row", [False, True], ids=["", "row"])
+def test_shapes_that_the_kernel_does_not_take(shapes, row):
+    assert not parts.supports_elementwise(shapes, [shapes[0], *[(1, *shapes[0][1:])] * row])
+
+
+@pytest.mark.parametrize("derivative", [False, True], ids=["value", "derivative"])
+def test_erfc_against_float64(derivative):
+    x = np.concatenate([np.linspace(-6, 6, 4001), [0.0, -np.inf, np.inf, np.nan]]).astype(np.float32)
+    f, expected = erfc, scipy.special.erfc(x.astype(np.float64))
+    if derivative:
+        f, expected = jax.vmap(jax.grad(erfc)), -2 / np.sqrt(np.pi) * np.exp(-(x.astype(np.float64) ** 2))
+    np.testing.assert_allclose(
+        f(jnp.asarray(x)), expected, rtol=6e-6
+    )  # the argument of 2^y, up to 52, is rounded twice
 
 
 ACTIVATIONS = {
-    "silu": jax.nn.silu, "gelu": jax.nn.gelu, "smaller": lambda x: jnp.minimum(x, jnp.exp(x)) - 1,
+    "silu": jax.nn.silu, "gelu": jax.nn.gelu, "exact gelu": partial(jax.nn.gelu, approximate=False),
+    "erf": jax.lax.erf, "smaller": lambda x: jnp.minimum(x, jnp.exp(x)) - 1,
     "in float32": lambda x: jnp.copy(jnp.square(x.astype(jnp.float32)).astype(x.dtype)),
     "tanh": jnp.tanh, "sigmoid": jax.nn.sigmoid, "squared relu": lambda x: jnp.maximum(x, 0) ** 2,
     "exp2": jnp.exp2, "log1p": lambda x: jnp.log1p(x * x), "root": lambda x: jax.lax.rsqrt(1 + x * x),
@@ -242,6 +347,23 @@ def test_every_elementwise_operation_compiles_for_a_gpu(name):
     text = step.lower(*shapes).compile().as_text()
     assert len(kernels(text)) == 2
     assert not passes_over(text, "64,512")
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("f", [biased, biased_exact], ids=lambda f: f.__name__)
+def test_gradients_of_biases_need_no_pass_of_their_own(f):
+    whole = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices("h100", 1)), jax.P())
+    sizes = {M: 32, K: 128, F: 1024}
+    shapes = [tuple(sizes.get(n, n) for n in shape) for shape in [*SHAPES[f], (2, M, K)]]
+    *args, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes)
+    text = jax.jit(partial(gradients, fused(f))).lower(args, g).compile().as_text()
+    assert len(kernels(text)) == 2
+    assert not passes_over(text, "(?:2,32|64),(?:1,)?1024")
+    assert not re.search(
+        r"\n\s+%\S*reduce\S* = .* fusion\(.*bf16\[(?:2,32|64),(?:1,)?1024\]", text.split("\nENTRY ")[1]
+    )
 
 
 @pytest.mark.gpu_compile

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 
 import jzero
 from jzero.passes.remat import Remat, leanly
+from jzero.planner import gpu_devices
 from jzero.tracing.chunk import Chunk
 from jzero.tracing.equations import Equations
 from jzero.tracing.residuals import fewest_bytes, is_cheap
@@ -101,6 +102,29 @@ def test_both_halves_are_kept_as_the_array():
 
     assert kept(halves, jnp.ones(8)) == ["float32[8]"]
     assert kept(lambda x: jnp.split(jnp.sort(x), 2)[0], jnp.ones(8)) == ["float32[4]"]
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.parametrize("length", [64, 65])
+def test_what_attention_reads_is_kept_as_it_is(length):
+    """Not the product that it was cut from; with an odd length, which cuDNN refuses, padded."""
+
+    def heads(x, w):
+        return [part.squeeze(2) for part in jnp.split(jnp.einsum("bsd,dphc->bsphc", x, w), 3, axis=2)]
+
+    def attention(x, w):
+        return jzero.attention(*heads(x, w), implementation="cudnn")
+
+    x, w = jnp.ones((2, length, 16), jnp.bfloat16), jnp.ones((16, 3, 2, 64), jnp.bfloat16)
+    mesh = jzero.make_mesh(devices=gpu_devices("h100", 1))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.make_jaxpr(lambda x, w: jax.vjp(attention, x, w))(x, w)
+    program = Equations(traced)
+    read = next(eqn.invars[:3] for eqn in program.eqns if eqn.primitive.name.startswith("dot_product_attention"))
+    assert {v.aval.shape for v in read} == {(2, 2 * -(-length // 2), 2, 64)}
+    assert set(fewest_bytes(program, program.outputs, program.inputs)) >= set(read)
+    assert kept(heads, x, w) == [f"bfloat16[2,{length},3,2,64]"]  # no kernel reads these
 
 
 def test_a_view_of_a_number():

@@ -1,7 +1,7 @@
-"""Finds products whose result goes through an elementwise function into another product, and nowhere else: SwiGLU.
+"""Finds products whose result goes through an elementwise function into another product, and nowhere else.
 
-The function is then one kernel in the forward pass, and one in the backward pass (`fusion.parts`). In fp8
-nothing between the products is written in the compute dtype (`fp8.matmul`).
+SwiGLU is one, and GELU of a product and a bias. The function is then one kernel in the forward pass, and one in the
+backward pass (`fusion.parts`). In fp8 nothing between the products is written in the compute dtype (`fp8.matmul`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from jzero._compat import is_constant
-from jzero.kernels.fusion.elementwise import Elementwise, is_elementwise
+from jzero.kernels.fusion.elementwise import Elementwise, is_elementwise, is_row
 from jzero.kernels.trace import Equation, Jaxpr, Variable
 
 
@@ -23,7 +23,7 @@ class Chain:
 
     Attributes:
       f: of the parts, in the order of the sources.
-      sources: results of products, and the shape [P, N] of the parts of a row of each.
+      sources: results of products, and biases [1, ..., N]; with the shape [P, N] of the parts of a row of each.
       weight: the variable of w.
       skipped: the equations, by identity, that are a part of it.
     """
@@ -34,7 +34,7 @@ class Chain:
     skipped: frozenset[int]
 
     def parts(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the values of the sources, each as [M, P, N]."""
+        """Return the values of the sources: of products as [M, P, N], of biases as [1, 1, N]."""
         return [x.reshape(-1, *shape) for x, (_, shape) in zip(values, self.sources, strict=True)]
 
 
@@ -43,14 +43,15 @@ class Chains:
 
     Args:
       fits: tells whether the product with a variable may be the first or the last of a chain.
+      biases: whether chains may have some.
 
     Attributes:
       of: equation of the last product, by identity -> the chain.
       skipped: the equations, by identity, that are a part of a chain.
     """
 
-    def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True):
-        self._fits = fits
+    def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True, biases: bool = True):
+        self._fits, self._biases = fits, biases
         self._made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._users: dict[Variable, set[int]] = {}
         for user, variables in [*((id(eqn), eqn.invars) for eqn in jaxpr.eqns), (0, jaxpr.outvars)]:
@@ -74,11 +75,15 @@ class Chains:
         x, weight = last.invars
         inside: dict[int, Equation] = {}  # the elementwise equations, in order
         parts: dict[Variable, _Part] = {}
+        biases: dict[Variable, None] = {}
 
         def visit(v: Variable) -> bool:
-            """Return whether v is computed from parts of products by elementwise equations; note both."""
+            """Return whether v is computed from parts of products and biases by elementwise equations; note them."""
             eqn = self._made.get(v)
             if v in parts or id(eqn) in inside:
+                return True
+            if self._biases and is_row(v.aval, x.aval):
+                biases[v] = None
                 return True
             if eqn is None:
                 return False
@@ -91,7 +96,7 @@ class Chains:
             return True
 
         dtype = last.outvars[0].aval.dtype
-        if not visit(x) or not inside:
+        if not visit(x) or not inside or not parts:
             return None
         counts = {part.source: part.parts for part in parts.values()}
         operands = {(part.source, part.number): v for v, part in parts.items()}
@@ -103,8 +108,8 @@ class Chains:
         own = {*counts, *parts, *(v for eqn in (*inside.values(), *views) for v in eqn.outvars)}
         if weight in own or any(not self._users.get(v, set()) <= skipped | {id(last)} for v in own):
             return None
-        f = Elementwise(tuple(inside.values()), tuple(operands[at] for at in order), x)
-        sources = tuple((source, (count, x.aval.shape[-1])) for source, count in counts.items())
+        f = Elementwise(tuple(inside.values()), (*(operands[at] for at in order), *biases), x)
+        sources = tuple((v, (count, x.aval.shape[-1])) for v, count in [*counts.items(), *((v, 1) for v in biases)])
         return Chain(f, sources, weight, frozenset(skipped))
 
     def _part(self, v: Variable, eqn: Equation, ndim: int) -> _Part | None:

@@ -25,12 +25,13 @@ def map_parts(f: Callable, xs: Sequence[jax.Array], parts: Sequence[int]) -> lis
     """Compute an elementwise function of all parts of some arrays.
 
     Args:
-      f: takes one float32 array for each part of each operand, and returns one for each part of each result.
-      xs: [M, P, N], of one dtype.
+      f: takes one float32 array for each part of each operand, and returns one for each part of each result: [M, N], or
+        [1, N] for rows. It may be called on a few of the rows at a time; the rows that it returns are then summed.
+      xs: [M, P, N], the first one too, and rows [1, P, N], of one dtype.
       parts: how many parts each result has.
 
     Returns:
-      [M, Q, N] for each Q of `parts`, in the dtype of xs.
+      [M, Q, N] for each Q of `parts`, or [1, Q, N], in the dtype of xs.
     """
     jaxpr = jax.make_jaxpr(partial(_plain, f, tuple(parts)))(*xs)
     return _primitive.bind(*xs, jaxpr=jaxpr, f=f)
@@ -55,24 +56,29 @@ def _plain(f: Callable, parts: tuple[int, ...], *xs: jax.Array) -> list[jax.Arra
 
 def _kernel(operands: Shapes, results: Shapes, device: Device, f: Callable) -> Callable | None:
     """Choose a kernel; None: XLA's program."""
-    if not has_triton(device) or not supports_elementwise([x.shape for x in (*operands, *results)]):
+    shapes = [y.shape for y in results]
+    if not has_triton(device) or not supports_elementwise([x.shape for x in operands], shapes):
         return None
-    return partial(tiled_map_parts, f, parts=[y.shape[1] for y in results])
+    return partial(tiled_map_parts, f, results=shapes)
 
 
 _primitive = function_primitive("map_parts", _kernel)
 
 # ------------------------------------------------------------------ as a Triton kernel (Pallas)
 
-# SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles twice as large are as fast.
-TILE, COLUMNS = 1024, 512  # elements of a part, at most as many columns
+# SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles half as large are as fast. GELU
+# of [32768, 3072] takes 120 us forward, and 132 in tiles half as large.
+TILE, COLUMNS = 2048, 512  # elements of a part, at most as many columns
+# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop.
+SUM_TILE, SUM_COLUMNS, STEPS = 1024, 1024, 32
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
 
-def supports_elementwise(shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether the kernel takes and returns arrays [m, p, n]."""
-    rows, columns = _tile(shapes[0][2])
-    return columns >= 128 and fit(shapes, rows, columns)
+def supports_elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether the kernel takes and returns arrays [m, p, n] and rows [1, p, n]."""
+    rows, columns, steps = _tile(operands[0], results)
+    arrays = [shape for shape in (*operands, *results) if shape[0] > 1]
+    return columns >= 128 and rows * steps > 1 and fit(arrays, rows, columns)
 
 
 def fit(shapes: Sequence[tuple[int, ...]], rows: int, columns: int) -> bool:
@@ -82,26 +88,50 @@ def fit(shapes: Sequence[tuple[int, ...]], rows: int, columns: int) -> bool:
     return fits and all(p & (p - 1) == 0 for p in parts)  # the sizes of Triton's blocks are powers of two
 
 
-def _tile(n: int) -> tuple[int, int]:
-    columns = min(n & -n, COLUMNS)  # a power of two that divides n
-    return TILE // columns, columns
+def _tile(shape: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> tuple[int, int, int]:
+    """Choose the rows and columns of a tile, and how many tiles a program computes."""
+    (m, _, n), sums = shape, any(rows == 1 for rows, *_ in results)
+    columns = min(n & -n, SUM_COLUMNS if sums else COLUMNS)  # a power of two that divides n
+    rows = (SUM_TILE if sums else TILE) // columns
+    return rows, columns, max(1, min(STEPS, (m & -m) // rows)) if sums else 1
 
 
-def tiled_map_parts(f: Callable, *xs: jax.Array, parts: Sequence[int]) -> list[jax.Array]:
-    """Compute `map_parts` tile by tile."""
-    m, _, n = xs[0].shape
-    rows, columns = _tile(n)
+def tiled_map_parts(f: Callable, *xs: jax.Array, results: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Compute `map_parts`, with results of these shapes, tile by tile."""
+    from jax.experimental import pallas as pl
+
+    (m, _, n), dtype = xs[0].shape, xs[0].dtype
+    height, columns, steps = _tile(xs[0].shape, results)
+    grid = m // (height * steps), n // columns
 
     def kernel(*refs: Ref) -> None:
-        # x [rows, P, columns] of each operand, then y [rows, Q, columns] of each result
-        found = iter(f(*each(refs[: len(xs)])))
-        for ref, count in zip(refs[len(xs) :], parts, strict=True):
-            for p, y in enumerate(itertools.islice(found, count)):
-                ref[:, p, :] = y.astype(ref.dtype)
+        # x [height * steps, P, columns] or [1, P, columns] of each operand, then y alike of each result
+        ins, outs = refs[: len(xs)], [(ref, p) for ref in refs[len(xs) :] for p in range(ref.shape[1])]
+        biases = [each([ref]) if ref.shape[0] == 1 else None for ref in ins]
 
-    results = [jax.ShapeDtypeStruct((m, p, n), xs[0].dtype) for p in parts]
-    blocks: list[Block] = [((rows, p, columns), (0, None, 1)) for p in (*(x.shape[1] for x in xs), *parts)]
-    return run_tiles("map_parts", kernel, (m // rows, n // columns), xs, results, blocks)
+        def tile(step: jax.Array | int, sums: Sequence[jax.Array]) -> list[jax.Array]:
+            at = pl.ds(step * height, height)
+            operands = [x for ref, bias in zip(ins, biases, strict=True) for x in bias or each([ref], at)]
+            found = list(zip(outs, f(*operands), strict=True))
+            for (ref, p), y in found:
+                if ref.shape[0] > 1:
+                    ref[at, p, :] = y.astype(ref.dtype)
+            return [total + y for total, y in zip(sums, (y for (ref, _), y in found if ref.shape[0] == 1), strict=True)]
+
+        places = [(ref, p) for ref, p in outs if ref.shape[0] == 1]
+        zeros = [jnp.zeros((1, columns), jnp.float32)] * len(places)
+        sums = tile(0, zeros) if steps == 1 else lax.fori_loop(0, steps, tile, zeros)
+        for (ref, p), total in zip(places, sums, strict=True):
+            ref[:, p, :] = total
+
+    # A sum for each program: another pass over these few replaces atomics.
+    shapes = [((grid[0], p, n), jnp.float32) if rows == 1 else ((m, p, n), dtype) for rows, p, _ in results]
+    tall, flat = (lambda p: (height * steps, p, columns)), (lambda p: (1, p, columns))
+    ins = [x.shape for x in xs]
+    blocks: list[Block] = [(flat(p), (None, None, 1)) if rows == 1 else (tall(p), (0, None, 1)) for rows, p, _ in ins]
+    blocks += [((flat if rows == 1 else tall)(p), (0, None, 1)) for rows, p, _ in results]
+    found = run_tiles("map_parts", kernel, grid, xs, [jax.ShapeDtypeStruct(*shape) for shape in shapes], blocks)
+    return [y.sum(0, keepdims=True).astype(dtype) if y.dtype != dtype else y for y in found]
 
 
 def run_tiles(
@@ -131,7 +161,7 @@ def run_tiles(
 
 
 def mapped_dot_general(f: Elementwise, xs: Sequence[jax.Array], w: jax.Array, precision: Precision = None) -> jax.Array:
-    """Compute `f(parts of xs) w` for xs [M, P, K] and a weight [K, ...], as [M, ...].
+    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and a weight [K, ...], as [M, ...].
 
     The backward pass keeps xs alone, and computes `f` again where it computes the gradients of xs.
     """

@@ -1,0 +1,147 @@
+"""The sums and gradients of softmax cross-entropy against float64, and the kernels of compiled GPU programs."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler
+from jax.experimental import pallas as pl
+
+import jzero
+from jzero.kernels import softmax
+from jzero.pipeline.vocab_parallel import cross_entropy
+from jzero.planner import gpu_devices
+
+EPS = {jnp.float32: 2e-6, jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
+
+
+def rows(*shape, dtype, seed=0):
+    """Logits, labels of which every fourth is ignored, and gradients."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, shape[-1], shape[:-1])
+    labels.reshape(-1)[::4] = -1
+    logits = jnp.asarray(4 * rng.normal(size=shape), dtype)
+    return logits, jnp.asarray(labels, jnp.int32), jnp.asarray(rng.normal(size=shape[:-1]), jnp.float32)
+
+
+def exact(logits, labels, size, g):
+    """The normalizers, the labels' logits and the gradient in float64."""
+    x = np.asarray(logits, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        x[..., size:] = -np.inf
+        highest = x.max(-1, keepdims=True)
+        normalizer = (np.log(np.exp(x - highest).sum(-1, keepdims=True)) + highest)[..., 0]
+        hit = np.arange(x.shape[-1]) == np.asarray(labels)[..., None]
+        picked = np.where(hit, x, 0).sum(-1)
+        dx = (np.exp(x - normalizer[..., None]) - hit) * np.asarray(g, np.float64)[..., None]
+    dx[..., size:] = 0
+    return normalizer, picked, dx
+
+
+def by_kernels(monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+    return lambda *args: tuple(softmax.tiled_sums(*args)), lambda *args: softmax.tiled_gradient(*args)[0]
+
+
+def check(functions, logits, labels, size, g):
+    sums, gradient = functions
+    size = jnp.int32(size)
+    highest, total, picked = sums(logits, labels, size)
+    normalizer, expected_picked, expected = exact(logits, labels, int(size), g)
+    np.testing.assert_allclose(jnp.log(total) + highest, normalizer, rtol=1e-6, atol=2e-6)
+    np.testing.assert_array_equal(np.asarray(picked, np.float64), expected_picked)
+    dx = gradient(logits, labels, size, jnp.asarray(normalizer, jnp.float32), g)
+    assert dx.dtype == logits.dtype
+    eps = EPS[logits.dtype.type]
+    np.testing.assert_allclose(np.asarray(dx, np.float64), expected, rtol=2 * eps, atol=1e-5 * eps + 1e-7)
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((3, 1), 1), ((5, 7), 7), ((2, 3, 8), 5), ((7, 1000), 999), ((2, 4104), 4097), ((3, 8192), 8192), ((1, 24), 24)],
+    ids=str,
+)
+def test_against_float64(shape, size, dtype, monkeypatch):
+    given = rows(*shape, dtype=dtype)
+    check((softmax.row_sums, softmax.row_gradient), *given[:2], size, given[2])
+    check(by_kernels(monkeypatch), *given[:2], size, given[2])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("width", [40, 8200])
+def test_rows_that_are_not_finite_stay_alone(bad, width, monkeypatch):
+    """A NaN or +inf makes its own row NaN; -inf is a logit with probability 0, also at the start of a row."""
+    logits, labels, g = rows(4, width, dtype=jnp.bfloat16)
+    logits, size = logits.at[1, : max(1, width - 100)].set(bad), jnp.int32(width)
+    for sums, gradient in [(softmax.row_sums, softmax.row_gradient), by_kernels(monkeypatch)]:
+        highest, total, _ = sums(logits, labels, size)
+        normalizer = jnp.log(total) + highest
+        dx = gradient(logits, labels, size, normalizer, g)
+        whole = [0, 1, 2, 3] if bad == -np.inf else [0, 2, 3]
+        expected, _, of_logits = exact(logits, labels, width, g)
+        np.testing.assert_allclose(normalizer[np.array(whole)], expected[whole], rtol=1e-6)
+        assert np.isfinite(np.asarray(dx, np.float32)[whole]).all()
+        np.testing.assert_allclose(np.asarray(dx, np.float64)[whole], of_logits[whole], rtol=2**-7, atol=1e-6)
+        assert len(whole) == 4 or (np.isnan(normalizer[1]) and np.isnan(np.asarray(dx, np.float32)[1]).all())
+
+
+def test_a_row_in_which_no_column_counts():
+    logits, labels, _ = rows(2, 16, dtype=jnp.float32)
+    highest, total, _ = softmax.row_sums(logits, labels, 0)
+    assert np.isfinite(highest).all()  # a stage whose words are all padding adds nothing
+    assert (total == 0).all()
+
+
+@pytest.mark.parametrize("size", [None, 13])
+def test_a_loss_and_its_gradients_against_float64(size):
+    rng = np.random.default_rng(0)
+    x, head, bias = rng.normal(size=(2, 5, 8)), rng.normal(size=(8, 16)), rng.normal(size=16)
+    labels = rng.integers(0, 13, (2, 5))
+
+    def loss(x, head, bias):
+        total, count = cross_entropy(x, head, labels, bias_V=bias, vocab_size=size)
+        return total / count
+
+    def plain(x, head, bias):
+        logits = (x @ head + bias)[..., :size]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+
+    found = jax.value_and_grad(loss, (0, 1, 2))(*(jnp.asarray(v, jnp.float32) for v in (x, head, bias)))
+    with jax.enable_x64(True):
+        expected = jax.value_and_grad(plain, (0, 1, 2))(*map(jnp.asarray, (x, head, bias)))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_kernel_does_not_take():
+    shaped, gpu = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), gpu_devices("h100", 1)[0]
+    labels = jax.ShapeDtypeStruct((4,), jnp.int32)
+    chosen = {V: softmax._kernel([shaped((4, V)), labels], [labels], gpu) is not None for V in (50304, 30522, 0)}
+    assert chosen == {50304: True, 30522: False, 0: False}
+    assert softmax._kernel([shaped((64,))], [], gpu) is None
+    assert softmax._kernel([shaped((4, 64))], [], gpu_devices("t4", 1)[0]) is None
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("V", [1000, 5008, 8192])
+def test_a_loss_on_a_gpu_is_two_kernels(V):
+    """And nothing else reads or writes an array as wide as the logits, but the products."""
+    whole = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices("h100", 1)), jax.P())
+    x, head = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in [(2, 64, 128), (128, V)])
+    labels = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=whole)
+
+    @jax.jit
+    def step(x, head, labels):
+        return jax.value_and_grad(lambda x, head: cross_entropy(x, head, labels, vocab_size=V - 3).sum, (0, 1))(x, head)
+
+    text = step.lower(x, head, labels).compile().as_text()
+    kernels = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/(softmax_\w+)', text)
+    assert sorted(kernels) == ["softmax_gradient", "softmax_sums"]
+    loops = rf"\[(?:2,64|128),{V}\].* fusion\(.*kind=k(?:Loop|Input)"
+    assert not [line for line in text.split("\nENTRY ")[1].splitlines() if re.search(loops, line)]
