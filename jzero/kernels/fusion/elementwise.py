@@ -118,10 +118,10 @@ def erfc(x: jax.Array) -> jax.Array:
     """
     half = 1 + 0.5 * jnp.abs(x)
     u = lax.rsqrt(half * half)  # one instruction of a GPU; a division is many
-    polynomial: jax.Array | float = _ERFC[-1]
-    for c in reversed(_ERFC[:-1]):
+    y, polynomial = jnp.exp2(-LOG2E * x * x) * u, _ERFC[-1] * u + _ERFC[-2]
+    for c in reversed(_ERFC[:-2]):
         polynomial = polynomial * u + c
-    y = jnp.exp2(-LOG2E * x * x) * u * polynomial
+    y = y * polynomial
     return jnp.where(x < 0, 2 - y, y)
 
 
