@@ -333,8 +333,8 @@ def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
 def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the content of a config.json, for `transformers` 4 and 5."""
     c, there = config, config.download.config if config.download else {}
-    kept = there.get("hidden_act")
-    kept = kept if kept and ACTIVATIONS.get(kept) == c.activation else None
+    kept = there.get("hidden_act", "")
+    kept = kept if ACTIVATIONS.get(kept) == c.activation else None
     plain = c.head_width is None and there.get("head_dim", 0) is None
     content = {
         "architectures": [family.architecture],
