@@ -169,13 +169,20 @@ def _rebuild_typed(function: Pickled, kind: Pickled, args: Pickled, state: Pickl
 
 
 def _shape(sizes: Pickled) -> tuple[int, ...]:
-    if not all(type(n) is int for n in sizes):
-        raise ValueError("a torch.Size has parts that are not whole numbers")
-    return tuple(sizes)
+    if type(sizes) is not tuple or len(sizes) > 32 or not all(type(n) is int for n in sizes):
+        raise ValueError("a torch.Size is no tuple of at most 32 whole numbers")
+    return sizes
 
 
-def _ordered(pairs: Pickled = ()) -> dict:
-    return _fill({}, [x for pair in pairs for x in pair])
+def _ordered() -> dict:
+    return {}  # torch.save sets its items one by one
+
+
+def _set(items: Pickled) -> list:
+    """Keep the list of a set, as older DeepSpeed's `sparse_tensor_module_names` is one: no hash is computed."""
+    if type(items) is not list:
+        raise ValueError("it makes a set of something that is no list")
+    return items
 
 
 FUNCTIONS = {
@@ -184,6 +191,7 @@ FUNCTIONS = {
     "torch._tensor._rebuild_from_type_v2": _Function(_rebuild_typed),
     "torch.Size": _Function(_shape),
     "collections.OrderedDict": _Function(_ordered),
+    "__builtin__.set": _Function(_set),  # protocol 2's name
 }
 FLOATS = ("float32", "float16", "bfloat16")
 TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", *(f"torch.{name}" for name in (*DTYPES, *FLOATS))}
@@ -222,6 +230,7 @@ class _Reader(python_unpickler()):  # type: ignore[misc]  # CPython's unpickler 
             start, size = storages["data.pkl"]
             file.seek(start)
             super().__init__(io.BytesIO(file.read(size)))
+        self._left = size  # attributes that may still be set: each takes bytes, but a dict may be used again and again
 
     def find_class(self, module: str, name: str) -> _Name | _Function:
         """Look up a name in the table; refuse all others."""
@@ -235,8 +244,10 @@ class _Reader(python_unpickler()):  # type: ignore[misc]  # CPython's unpickler 
     def persistent_load(self, pid: Pickled) -> _Storage:
         """Find a storage."""
         _, kind, key, _, numel = pid
+        if type(key) is not str or type(numel) is not int:  # the text of tuples in tuples doubles with each
+            raise ValueError("a storage has a name that is no text, or a size that is no whole number")
         dtype, entry = DTYPES[kind.text.removeprefix("torch.")], self._storages[f"data/{key}"]
-        if type(numel) is not int or numel * dtype.itemsize > entry.size:
+        if numel * dtype.itemsize > entry.size:
             raise ValueError(f"storage {key} has {entry.size} bytes, not {numel} numbers: it is truncated")
         return _Storage(entry, dtype, self._path)
 
@@ -260,6 +271,9 @@ class _Reader(python_unpickler()):  # type: ignore[misc]  # CPython's unpickler 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, Record) and type(state) is dict:
+            self._left -= len(state)
+            if self._left < 0:
+                raise ValueError("it sets more attributes than it contains")
             made.fields.update(state)
         elif type(made) is not dict:  # the attributes of a state_dict: {"_metadata": ...}
             raise ValueError("it sets attributes of something that has none")

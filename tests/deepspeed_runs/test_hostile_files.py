@@ -69,6 +69,15 @@ def tensor(offset=0, shape=(2,), strides=(1,), numel=2, key="0", kind="FloatStor
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest + b"R."
 
 
+def set_again(count):
+    """The pickle of instances that all take the same attributes."""
+    attributes = pickle.dumps({i: None for i in range(count)}, 2)[2:-1] + b"r\x00\x01\x00\x000"
+    made = b"cdeepspeed.x\ny\n)\x81j\x00\x01\x00\x00b"
+    return b"\x80\x02" + attributes + b"](" + made * count + b"e."
+
+
+NESTED = b")q\x01" + b"h\x01\x86q\x01" * 20  # its text has 4 MB
+STORAGE = b"\x80\x02(X\x01\x00\x00\x00sctorch\nFloatStorage\n"
 FLOATS = np.arange(2, dtype=np.float32).tobytes()
 HOSTILE = {
     "os.system": (pickle.dumps(Call(os.system, "touch /tmp/harm")), "uses posix.system"),
@@ -94,6 +103,13 @@ HOSTILE = {
     "a storage that is cut": (tensor(numel=2**40), "is truncated"),
     "no such storage": (tensor(key="../../etc/passwd"), "is not a file of torch.save"),
     "no such type": (tensor(kind="Storage"), "uses torch.Storage"),
+    "a storage's nested name": (STORAGE + NESTED + b"NK\x01tQ.", "a name that is no text"),
+    "a storage's nested size": (STORAGE + b"X\x01\x00\x00\x000N" + NESTED + b"tQ.", "a size that is no whole number"),
+    "a set of a tuple": (b"\x80\x02c__builtin__\nset\n)\x85R.", "a set of something that is no list"),
+    "an OrderedDict of a list": (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "is not a file of torch.save"),
+    "a shape that is a list": (b"\x80\x02ctorch\nSize\n]\x85R.", "no tuple of at most 32"),
+    "a shape of 33": (b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 33 + b"t\x85R.", "no tuple of at most 32"),
+    "attributes set again": (set_again(1000), "sets more attributes than it contains"),
     "nothing": (b"", "is not a file of torch.save"),
 }
 
@@ -114,6 +130,8 @@ def test_a_good_pickle_is_read(tmp_path):
     read = load_torch(archive(tmp_path / "x.pt", tensor(), [FLOATS]))
     assert isinstance(read, TorchTensor)
     assert read.read().tolist() == [0, 1]
+    sets = pickle.dumps({"sparse_tensor_module_names": set(), "names": {"a"}}, 2)  # DeepSpeed before 0.19
+    assert load_torch(archive(tmp_path / "x.pt", sets)) == {"sparse_tensor_module_names": [], "names": ["a"]}
 
 
 def test_archives_that_are_no_torch_files(tmp_path):
