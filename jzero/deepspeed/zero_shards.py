@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -92,12 +93,15 @@ def read_deepspeed(path: Path) -> DeepSpeedState:
     models = {(int(m[2]), int(m[1] or 0)): path / m[0] for m in map(MODEL.fullmatch, names) if m}
     if not models:
         raise ConfigError(f"{path} has no file mp_rank_00_model_states.pt: a process has not saved its part")
+    stages: dict[int, dict[int, Path]] = {}
+    for (stage, rank), file in sorted(models.items()):
+        stages.setdefault(stage, {})[rank] = file
     try:
         state = DeepSpeedState(path, load_torch(models[min(models)]))
         if any(type(state.model[key]) is not int or state.model[key] < 0 for key in COUNTERS):
             raise ValueError(f"{some_of(COUNTERS)} must be whole numbers")
         if (path / UNIVERSAL).is_dir():
-            _read_universal(state)
+            _read_universal(state, stages)
         elif (degree := _tensor_degree(state.model)) != 1:
             raise ConfigError(
                 f"{path} is divided by tensor parallelism (in {degree}): convert it with DeepSpeed's "
@@ -105,13 +109,12 @@ def read_deepspeed(path: Path) -> DeepSpeedState:
             )
         elif ranks := _ranks(path, names):
             for stage, files in ranks.items():
-                _read_zero(state, {rank: models[key] for key in models if key[0] == stage for rank in key[1:]}, files)
+                _read_zero(state, stages[stage], files)
         else:
             _read_without_zero(state, [models[key] for key in sorted(models)], names)
-    # A file of torch.save may contain anything, where a checkpoint has a dict or a list.
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # a file of torch.save may contain anything, where a checkpoint has a dict or a list
         raise ConfigError(f"{path} is not a complete checkpoint of DeepSpeed: {in_a_line(error)}") from None
     return state
 
@@ -129,13 +132,23 @@ def _ranks(path: Path, names: list[str]) -> dict[int, list[Path]]:
     for match in filter(None, map(OPTIMIZER.fullmatch, names)):
         found.setdefault(int(match[2]), {})[int(match[1])] = path / match[0]
     for stage, ranks in found.items():
-        if lost := set(range(max(ranks) + 1)) - ranks.keys():
-            raise ConfigError(
-                f"{path} lacks the optimizer states of rank {some_of(sorted(lost))} (mp_rank_{stage:02d})"
-            )
-    if lost := set(range(max(found, default=-1) + 1)) - found.keys():
-        raise ConfigError(f"{path} lacks the optimizer states of mp_rank {some_of(sorted(lost))}")
+        if lost := _lost(ranks):
+            raise ConfigError(f"{path} lacks the optimizer states of rank {lost} (mp_rank_{stage:02d})")
+    if lost := _lost(found):
+        raise ConfigError(f"{path} lacks the optimizer states of mp_rank {lost}")
     return {stage: [ranks[i] for i in sorted(ranks)] for stage, ranks in sorted(found.items())}
+
+
+def _lost(found: Mapping[int, object]) -> str:
+    """Name the first numbers below the largest that are not there; a file's name may have any number.
+
+    >>> _lost({0: "", 3: ""}), _lost({0: ""}), _lost({10**12: ""})
+    ('1, 2', '', '0, 1, 2, 3 and 999999999996 more')
+    """
+    largest = max(found, default=-1)
+    count = largest + 1 - len(found)
+    first = islice((i for i in range(largest) if i not in found), min(count, 4))
+    return some_of(first) + (f" and {count - 4} more" if count > 4 else "")
 
 
 # ---- ZeRO ---------------------------------------------------------------------------------------------------------
@@ -146,22 +159,31 @@ def _read_zero(state: DeepSpeedState, models: dict[int, Path], files: list[Path]
     model = load_torch(models[0])
     ranks = [load_torch(file)["optimizer_state_dict"] for file in files]
     first, counts = ranks[0], ranks[0]["partition_count"]
-    count = max(counts) if isinstance(counts, list) else counts
+    counts = counts if isinstance(counts, list) else [counts]
+    if not all(type(n) is int for n in counts):
+        raise ValueError("partition_count is no whole number")
+    count = max(counts)
     if count != len(ranks):
         raise ConfigError(f"{state.path} has optimizer states of {len(ranks)} ranks, but {count} ranks wrote it")
     state.take_scaler(first)
-    if "fp32_flat_groups" in first:
-        _add_stage3(state, model["param_shapes"], ranks)
-    else:
-        _add_stage12(state, model["param_shapes"], ranks)
+    add = _add_stage3 if "fp32_flat_groups" in first else _add_stage12
+    add(state, [_shapes(group) for group in model["param_shapes"]], ranks)
     _add_others(state, model, [models[rank] for rank in sorted(models)])
+
+
+def _shapes(group: Mapping[str, Pickled]) -> dict[str, tuple[int, ...]]:
+    """Check the shapes of parameters."""
+    for name, shape in group.items():
+        if type(shape) is not tuple or len(shape) > 32 or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"the shape of {name} is no tuple of at most 32 whole numbers")
+    return dict(group)
 
 
 def _kinds(states: Mapping[str, Pickled]) -> list[str]:
     return [key for key, x in states.items() if isinstance(x, TorchTensor) and x.shape]
 
 
-def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, Pickled]], ranks: list[dict[str, Pickled]]) -> None:
+def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: list[dict[str, Pickled]]) -> None:
     """Add tensors of stages 1 and 2: each group is one vector, cut into equal parts."""
 
     def base(rank: dict[str, Pickled], group: int) -> dict[str, Pickled]:
@@ -182,7 +204,7 @@ def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, Pickled]], ranks:
                 start += prod(shape) + padding
 
 
-def _add_stage3(state: DeepSpeedState, shapes: list[dict[str, Pickled]], ranks: list[dict[str, Pickled]]) -> None:
+def _add_stage3(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: list[dict[str, Pickled]]) -> None:
     """Add tensors of stage 3: a rank has its part of each parameter, with padding, one after the other."""
     inner = [rank["optimizer_state_dict"] for rank in ranks]
     groups = range(len(ranks[0]["fp32_flat_groups"]))
@@ -207,7 +229,7 @@ def _add_others(state: DeepSpeedState, model: dict[str, Pickled], files: list[Pa
     for name in state.buffers & (model["module"] or {}).keys():
         tensor = model["module"][name]
         state.add(MASTER, name, tensor.shape, [tensor])
-    frozen = model.get("frozen_param_shapes") or {}
+    frozen = _shapes(model.get("frozen_param_shapes") or {})
     parts = [load_torch(file)["frozen_param_fragments"] for file in files] if frozen else []
     for name, shape in frozen.items():
         state.add(MASTER, name, shape, cut_pieces([part[name] for part in parts], 0, prod(shape)))
@@ -273,12 +295,12 @@ def _layers(path: Path, names: list[str]) -> dict[str, TorchTensor]:
 # ---- universal ----------------------------------------------------------------------------------------------------
 
 
-def _read_universal(state: DeepSpeedState) -> None:
-    """Add the tensors of a universal checkpoint: zero/NAME/KIND.pt."""
+def _read_universal(state: DeepSpeedState, stages: Mapping[int, dict[int, Path]]) -> None:
+    """Add the tensors of a universal checkpoint: zero/NAME/KIND.pt, and frozen ones in the model states."""
     folder = state.path / UNIVERSAL
     optimizer = load_torch(folder / "optimizer_state.pt") if (folder / "optimizer_state.pt").exists() else {}
     state.take_scaler(optimizer)
-    shapes = {name: shape for group in state.model.get("param_shapes") or () for name, shape in group.items()}
+    shapes = {name: x for group in state.model.get("param_shapes") or () for name, x in _shapes(group).items()}
     steps: list[dict[str, Pickled]] = []
     for file in sorted(folder.glob("*/*.pt")):
         stored = load_torch(file)
@@ -289,4 +311,5 @@ def _read_universal(state: DeepSpeedState) -> None:
         shape = shapes.get(file.parent.name, tensor.shape)  # stage 3's are flat, and tensor parallelism's joined
         state.add(file.stem, file.parent.name, shape if prod(shape) == tensor.size else tensor.shape, [tensor])
     state.take_steps(steps, optimizer.get("param_groups", []))
-    _add_others(state, state.model, [])
+    for files in stages.values():
+        _add_others(state, load_torch(files[0]), [*files.values()])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from make_checkpoints import STEPS
+from stored_runs import make_engine
 
 import jzero
 from jzero.deepspeed.torch_files import TorchTensor, load_torch
@@ -213,3 +214,82 @@ def test_what_pickles_hold_is_not_trusted(runs_of_deepspeed, tmp_path):
     assert "must be whole numbers" in refused(read_deepspeed, tmp_path)
     archive(tmp_path / "mp_rank_00_model_states.pt", pickle.dumps([1], 2))
     assert "is not a complete checkpoint" in refused(read_deepspeed, tmp_path)
+
+
+COUNTERS = {"global_steps": 1, "global_samples": 1, "skipped_steps": 0}
+TWO = tensor()[2:-1]
+
+
+def states(path, **values):
+    """Write a dict as a file of torch.save: bytes are pickles of a tensor, whose storage has two numbers."""
+    text = lambda some: b"X" + struct.pack("<I", len(some)) + some.encode()  # noqa: E731
+    part = lambda x: x if isinstance(x, bytes) else pickle.dumps(x, 2)[2:-1]  # noqa: E731
+    pickled = b"".join(text(key) + part(x) for key, x in values.items())
+    return archive(path, b"\x80\x02}(" + pickled + b"u.", [FLOATS])
+
+
+def nested(depth=20):
+    """Tuples in a tuple, whose text doubles with each."""
+    found = ()
+    for _ in range(depth):
+        found = found, found
+    return found
+
+
+ZERO = {"base_optimizer_state": {"state": {}, "param_groups": []}, "single_partition_of_fp32_groups": [[]]}
+SGD = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
+# The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
+DAMAGED = {
+    "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": nested()}, "partition_count is no whole"),
+    "counts of tuples": ({"param_shapes": []}, ZERO | {"partition_count": [nested()]}, "partition_count is no whole"),
+    "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
+    "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
+    "a frozen shape": (
+        {"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, ZERO | {"partition_count": 1}, "the shape of w is no"
+    ),
+    "more parameters than weights": ({"module": IN_ONE, "optimizer": SGD}, None, "StopIteration"),
+    "a step without end": (
+        {"module": IN_ONE, "optimizer": SGD | {"state": {0: {"step": float("inf")}}}}, None, "OverflowError"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_states_of_other_kinds_are_refused(tmp_path, name):
+    rest, optimizer, message = DAMAGED[name]
+    states(tmp_path / "mp_rank_00_model_states.pt", **COUNTERS, **({"module": {}} | rest))
+    if optimizer is not None:
+        states(tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt", optimizer_state_dict=optimizer)
+    assert message in refused(read_deepspeed, tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["zero_pp_rank_30000000_mp_rank_00", "zero_pp_rank_0_mp_rank_30000000"])
+def test_large_numbers_in_names(runs_of_deepspeed, tmp_path, lost):
+    """The memory of the refusal goes with the files."""
+    copy = shutil.copytree(runs_of_deepspeed / "mlp-1-fp32" / "ckpt" / TAG, tmp_path / "copy")
+    (copy / f"{lost}_optim_states.pt").touch()
+    assert "more" in refused(read_deepspeed, copy)
+
+
+def test_lists_without_end(runs_of_deepspeed, tmp_path):
+    """A list in a list in a list, deeper than Python's stack, is no client_state."""
+    deep = b"]" * 3000 + b"a" * 2999
+    states(tmp_path / "mp_rank_00_model_states.pt", **COUNTERS, module=IN_ONE, optimizer=None, mine=deep)
+    engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
+    with pytest.raises(jzero.ConfigError, match="is damaged: its counters: maximum recursion depth"):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_frozen_parameters_of_a_universal_checkpoint(tmp_path):
+    """They are in the model states, of every rank a part."""
+    (tmp_path / "zero" / "a").mkdir(parents=True)
+    archive(tmp_path / "zero" / "a" / "fp32.pt", tensor(), [FLOATS])
+    for rank in range(2):
+        states(
+            tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", **COUNTERS, module=None,
+            frozen_param_shapes={"w": (3,)}, frozen_param_fragments=IN_ONE.replace(b"a", b"w", 1),
+        )  # fmt: skip
+    found = read_deepspeed(tmp_path).tensors["fp32"]
+    assert sorted(found.entries) == ["a", "w"]
+    assert [values.tolist() for _, values in found.windows("w", (slice(0, 3),))] == [[0, 1, 0]]
