@@ -160,11 +160,12 @@ def _renamed(names: list[str], rename: Rename | None) -> list[str]:
     return [*names_in_files(names, rename or {}).values()]
 
 
-def match_tensors(stored: DeepSpeedState, step: TrainStep, rename: Rename | None) -> dict[str, list[Tensor]]:
-    """Map the step's parameters to DeepSpeed's tensors, and let all kinds of them be read by the tensors' boxes.
+def pair_tensors(
+    stored: DeepSpeedState, step: TrainStep, rename: Rename | None
+) -> tuple[dict[str, list[Tensor]], Mapping[str, File]]:
+    """Map the step's parameters to the tensors that they are there, and DeepSpeed's tensors that count to their file.
 
-    Raises:
-      ConfigError: they differ.
+    Tensors that a model's table ignores do not count, nor do buffers that are no parameter here.
     """
     if rename is None and stored.model["module"] is None:
         rename = partial(_of_pipeline, getattr(getattr(step.model, "stack", None), "start", 0))
@@ -172,12 +173,22 @@ def match_tensors(stored: DeepSpeedState, step: TrainStep, rename: Rename | None
     for old, new in table.get("aliases", {}).items():
         for pieces in stored.tensors.values():
             pieces.rename(partial(re.sub, old, new))
-    wanted = [tensor for some in found.values() for tensor in some]
-    ours, ignored = {tensor.name for tensor in wanted}, table.get("ignored", ())
+    ours, ignored = {tensor.name for some in found.values() for tensor in some}, table.get("ignored", ())
     theirs = {
         name: stored.tensors[MASTER] for name in stored.tensors[MASTER].entries
         if name in ours or not (name in stored.buffers or any(fnmatchcase(name, pattern) for pattern in ignored))
     }  # fmt: skip
+    return found, theirs
+
+
+def match_tensors(stored: DeepSpeedState, step: TrainStep, rename: Rename | None) -> dict[str, list[Tensor]]:
+    """Map the step's parameters to DeepSpeed's tensors, and let all kinds of them be read by the tensors' boxes.
+
+    Raises:
+      ConfigError: they differ.
+    """
+    found, theirs = pair_tensors(stored, step, rename)
+    wanted = [tensor for some in found.values() for tensor in some]
     if problems := misfits(theirs, wanted):
         raise ConfigError(
             f"{stored.path} belongs to another model: {some_of(problems)}; jzero import {stored.path} --names --model "

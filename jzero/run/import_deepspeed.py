@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from difflib import SequenceMatcher
+from math import prod
 from pathlib import Path
 
 import jax
 
 from jzero import checkpoint, deepspeed
 from jzero.checkpoint.restoring import Selection
-from jzero.deepspeed.import_run import wanted_tensors
-from jzero.deepspeed.zero_shards import MASTER, DeepSpeedState, read_deepspeed
+from jzero.config.config import read_config
+from jzero.deepspeed.import_run import pair_tensors
+from jzero.deepspeed.zero_shards import DeepSpeedState, read_deepspeed
 from jzero.display.text_table import text_table
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, in_a_line
 from jzero.planner.named_models import named_model
 from jzero.run import progress
 from jzero.run.restore import plan_restore
@@ -36,8 +38,8 @@ def main(args: Namespace) -> int:
             f"{args.directory} is no checkpoint of DeepSpeed: pass the directory given to save_checkpoint"
         )
     stored = read_deepspeed(path)
-    step = make_train_step(named_model(args.model, 1)[0], args.config or _own_config(stored))
-    rename = json.loads(Path(args.rename).read_text()) if args.rename else None
+    step = make_train_step(named_model(args.model, 1)[0], _config(stored, args.config))
+    rename = _read_rename(args.rename) if args.rename else None
     if args.names:
         text, differ = compare_names(stored, step, rename)
         print(text)
@@ -51,18 +53,33 @@ def main(args: Namespace) -> int:
     return 0
 
 
-def _own_config(stored: DeepSpeedState) -> dict:
-    """Return DeepSpeed's config, for one device."""
-    config = stored.model.get("ds_config")
+def _config(stored: DeepSpeedState, file: str | None) -> dict:
+    """Return the config of the file, else DeepSpeed's own, for one device: with the run's batch, not its division."""
+    config = read_config(file) if file else stored.model.get("ds_config")
     if not isinstance(config, dict):
         raise ConfigError(f"{stored.path} does not contain its config: pass --config FILE")
+    factors = [config.get(key, 1) for key in OF_DEVICES[:2]] + [stored.model.get("dp_world_size")]
+    if OF_DEVICES[0] in config and all(type(n) is int for n in factors):
+        config = {"train_batch_size": prod(factors)} | config
     return {key: x for key, x in config.items() if key not in OF_DEVICES}
+
+
+def _read_rename(file: str) -> dict[str, str]:
+    must = 'must be a file of JSON, {"regular expression": "replacement"}, as jzero import --names prints one'
+    try:
+        rename = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"--rename {file}: {must}; {in_a_line(error)}") from None
+    if not isinstance(rename, dict) or not all(isinstance(name, str) for name in rename.values()):
+        raise ConfigError(f"--rename {file}: {must}")
+    return rename
 
 
 def compare_names(stored: DeepSpeedState, step: TrainStep, rename: deepspeed.Rename | None) -> tuple[str, bool]:
     """Return a table of both sides' tensors, with a proposal for what is missing, and whether they differ."""
-    theirs = {name: entry.shape for name, entry in stored.tensors[MASTER].entries.items()}
-    ours = [tensor for some in wanted_tensors(step, rename).values() for tensor in some]
+    found, files = pair_tensors(stored, step, rename)
+    theirs = {name: file.entries[name].shape for name, file in files.items()}
+    ours = [tensor for some in found.values() for tensor in some]
     free = [name for name in theirs if name not in {tensor.name for tensor in ours}]
     rows, proposed = [], dict[str, str]()
     for tensor in ours:
@@ -77,7 +94,7 @@ def compare_names(stored: DeepSpeedState, step: TrainStep, rename: deepspeed.Ren
         elif shape != tensor.shape:
             remark = f"has {shape} there"
         rows.append([tensor.leaf, tensor.name, str(tensor.shape), remark])
-    unused = [["", name, str(theirs[name]), "in DeepSpeed alone"] for name in free if name not in stored.buffers]
+    unused = [["", name, str(theirs[name]), "in DeepSpeed alone"] for name in free]
     columns = ["leaf", "tensor", "shape", "remark"]
     text = text_table(str(stored.path), columns, rows + unused, left=columns)
     hint = f"\n--rename FILE and rename= take, for example:\n{json.dumps(proposed, indent=1)}" if proposed else ""

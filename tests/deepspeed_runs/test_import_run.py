@@ -6,11 +6,16 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from stored_runs import BOUND, about, continued, make_engine
+from stored_runs import BOUND, about, config_of, continued, make_engine, make_model
 
 import jzero
 from jzero.cli import main
 from jzero.deepspeed import find_deepspeed
+from jzero.deepspeed.torch_files import TorchTensor
+from jzero.deepspeed.zero_shards import read_deepspeed
+from jzero.mesh import make_mesh
+from jzero.run.import_deepspeed import compare_names
+from jzero.step.train_step import make_train_step
 
 HERE = "my_mlp:make_model"
 
@@ -41,6 +46,42 @@ def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, here):
     proposal.write_text(printed[printed.index("\n{") :])
     assert {**json.loads(proposal.read_text())}["^fc3[.]weight$"] == "4.weight"
     assert main([*arguments, "--rename", str(proposal)]) == 0
+
+
+@pytest.mark.parametrize("text", ["{x", "[1]", '{"a": 1}', None])
+def test_a_rename_of_another_form(runs_of_deepspeed, tmp_path, here, capsys, text):
+    file = tmp_path / "rename.json"
+    if text is not None:
+        file.write_text(text)
+    directory = runs_of_deepspeed / "mlp-1-fp32" / "ckpt"
+    assert main(["import", str(directory), "--names", "--model", HERE, "--rename", str(file)]) != 0
+    assert f'--rename {file}: must be a file of JSON, {{"regular expression"' in capsys.readouterr().err
+
+
+def test_the_config_of_many_devices(runs_of_deepspeed, tmp_path, here):
+    """The run's own file divides the batch over its 2 processes; the import has one device."""
+    directory, file = runs_of_deepspeed / "mlp-1-fp32", tmp_path / "ds_config.json"
+    config = config_of(directory, 1) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    for more in ({"train_batch_size": 8, "mesh": {"data": 2}}, {}):
+        file.write_text(json.dumps({key: x for key, x in config.items() if key != "train_batch_size"} | more))
+        arguments = [str(directory / "ckpt"), str(tmp_path / f"out{len(more)}"), "--config", str(file)]
+        assert main(["import", *arguments, "--model", HERE]) == 0
+        notes = json.loads((tmp_path / f"out{len(more)}" / "global_step20" / "notes.json").read_text())["notes"][
+            "notes"
+        ]
+        assert notes["batch"]["given"] == [8, None, None]  # the division is this machine's
+
+
+def test_names_that_a_table_ignores(runs_of_deepspeed):
+    """What the import accepts, the comparison does not call different: a buffer, a name that the table ignores."""
+    stored = read_deepspeed(runs_of_deepspeed / "llama-2-fp32" / "ckpt" / "global_step20")
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    step = make_train_step(make_model("llama"), config, mesh=make_mesh(devices=jax.devices()[:1]))
+    numbers = [TorchTensor(stored.path, np.dtype("f4"), (2,), 0)]
+    stored.add("fp32", "model.layers.0.self_attn.rotary_emb.inv_freq", (2,), numbers)  # of an older transformers
+    assert not compare_names(stored, step, None)[1]
+    stored.add("fp32", "model.mine", (2,), numbers)
+    assert "in DeepSpeed alone" in compare_names(stored, step, None)[0]
 
 
 def test_other_names(runs_of_deepspeed):
