@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49211,
+    "lines": 49216,
     "files": 269,
-    "statements": 28857,
+    "statements": 28862,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,
