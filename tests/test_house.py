@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49216,
+    "lines": 49278,
     "files": 269,
-    "statements": 28862,
+    "statements": 28901,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,
