@@ -140,7 +140,7 @@ def test_a_preset_says_what_it_is():
         ("--set layers=3", {}, "--set layers=3: not a field of LlamaConfig; did you mean 'num_layers'?"),
         ("--set nofield=null", {}, "--set nofield=null: not a field of LlamaConfig; choose one of num_layers, d_model"),
         ("--set num_layers=2.5", {}, "--set num_layers=2.5: should be a valid integer"),
-        ("--set activation=relu", {}, "--set activation=relu: should be 'silu' or 'gelu_tanh'"),
+        ("--set activation=relu", {}, "--set activation=relu: should be 'silu', 'gelu' or 'gelu_tanh'"),
         ("--set d_model.x=2", {}, "--set d_model.x=2: d_model is 4096, which has no fields"),
         ("--model moe:mixtral-8x7b --set mixture.top_k=x", {}, "--set mixture.top_k=x: should be a valid integer"),
         ("--set rope_theta=NaN", {}, "--set rope_theta=NaN: should be a valid number"),
