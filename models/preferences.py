@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.errors import ConfigError
+
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 
@@ -19,9 +21,14 @@ class PreferenceDecoder(Decoder):
 
     Args:
       beta: how dear it is to leave the reference, the model before the training.
+
+    Raises:
+      ConfigError: a mixture of experts.
     """
 
     def __init__(self, config: DecoderConfig, *, beta: float = 0.1, rngs: nnx.Rngs):
+        if config.mixture is not None:
+            raise ConfigError("preferences: DPO has no load-balancing loss, so it tunes no mixture of experts")
         super().__init__(config, rngs=rngs)
         self.beta = beta
 

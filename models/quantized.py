@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.errors import ConfigError
+
 Kind = Literal["nf4", "int8"]
 BLOCK = 64
 # bitsandbytes' table: quantiles of the normal distribution, scaled into [-1, 1], with an exact zero.
@@ -42,8 +44,14 @@ class Quantized(NamedTuple):
 
 
 def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
-    """Quantise a matrix [in, *out]; `in` must be even."""
+    """Quantise a matrix [in, *out].
+
+    Raises:
+      ConfigError: NF4, whose codes are two a byte, of an odd input dimension.
+    """
     d_in, *out = matrix.shape
+    if kind == "nf4" and d_in % 2:
+        raise ConfigError(f'LoRAConfig: quantized = "nf4": a matrix has {d_in} inputs, must be even; use "int8"')
     block = gcd(d_in, BLOCK)
     blocks = matrix.astype(jnp.float32).reshape(d_in // block, block, -1)
     scales = jnp.abs(blocks).max(1)

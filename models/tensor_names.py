@@ -9,6 +9,7 @@ from jzero.errors import ConfigError
 
 from .blocks import norm_rows
 from .decoder_config import DecoderConfig
+from .lora import MODULES
 from .moe_families import mixture_rows
 
 Row = dict[str, Any]
@@ -118,11 +119,17 @@ def _feed_forward(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     return [*rows, *last]
 
 
+def linear_modules(rows: list[Row]) -> set[str]:
+    """Return the modules of `LoRAConfig` that files have; those of experts have no adapters."""
+    own = [row["name"] or "" for row in rows if ".experts." not in (row["name"] or "")]
+    return {name.removesuffix(".weight").rpartition(".")[2] for name in own if "shared_expert" not in name} & {*MODULES}
+
+
 def _check_adapters(c: DecoderConfig, rows: list[Row]) -> None:
     """Refuse adapters of modules that the family's files do not have, such as one of several in one matrix."""
-    modules = {(row["name"] or "").removesuffix(".weight").rpartition(".")[2] for row in rows}
+    modules = linear_modules(rows)
     if lacking := [name for name in (c.lora.target_modules if c.lora else ()) if name not in modules]:
-        has = sorted(modules & {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+        has = sorted(modules)
         raise ConfigError(
             f"lora.target_modules has {', '.join(lacking)}: files of {c.family} have no such modules; "
             + (f"it has {', '.join(has)}" if has else "adapters have no names there")

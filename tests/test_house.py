@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49276,
+    "lines": 49343,
     "files": 269,
-    "statements": 28904,
+    "statements": 28948,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,

@@ -37,7 +37,7 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
 
     Args:
       name: "llama3-8b" and others of models/named.py, "llama:8b", "gpt2:xl", "moe:mixtral-8x7b", a directory with
-        config.json, or "package.module:function".
+        config.json, a download in the local cache, or "package.module:function".
       sequence: tokens of a row.
       changes: of a preset's fields, as "num_layers=16".
 
@@ -106,10 +106,14 @@ def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> Mo
 
 
 def _published(name: str, changes: Sequence[str]) -> Model:
-    """Return a model of models/named.py, or of a directory with config.json."""
-    models, decoder = (importlib.import_module(f"jzero.models.{part}") for part in ("named", "decoder"))
-    if os.path.isdir(name):
-        shape = importlib.import_module("jzero.models.families").from_hf(name)
+    """Return a model of models/named.py, of a directory with config.json, or of a download in the cache."""
+    models, hub, downloads = (importlib.import_module(f"jzero.models.{part}") for part in ("named", "hub", "downloads"))
+    kind = "llama"
+    if downloads.from_cache(name).is_dir():
+        shape = hub.config_from_hf(name)
+        kind = shape.download.config["model_type"]
+        if kind == "vit":
+            raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
     elif name in models.MODELS:
         shape = models.named(name)
     else:
@@ -119,7 +123,7 @@ def _published(name: str, changes: Sequence[str]) -> Model:
             f"package.module:function, or one of {', '.join(models.MODELS)}{fix}"
         )
     shape = _changed(shape, changes)
-    return from_flax(lambda rngs: decoder.Decoder(shape, rngs=rngs))
+    return from_flax(lambda rngs: hub.MODELS[kind][0](shape, rngs=rngs))
 
 
 def _changed(shape: Any, changes: Sequence[str], prefix: str = "") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,10 +19,12 @@ from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.models.decoder import Decoder
 from jzero.models.decoder_config import DecoderConfig
-from jzero.models.lora import LoRAConfig
+from jzero.models.families import FAMILIES
+from jzero.models.lora import MODULES, LoRAConfig
 from jzero.models.preferences import PreferenceDecoder
 from jzero.models.quantized import Kind
-from jzero.planner.candidates import POLICIES, POLICY, Raw, merged
+from jzero.models.tensor_names import linear_modules, tensor_rows
+from jzero.planner.candidates import POLICIES, POLICY, Raw, merged, value_at
 from jzero.planner.memory import usable_memory_here
 from jzero.recipes.examples import Examples, Rows
 from jzero.recipes.fitting import Fit, choose_fit
@@ -36,6 +39,16 @@ LONGEST, SHORTEST = 2048, 32  # tokens of a row, without --length
 ROWS, MICRO_ON_CPU = 16, 4
 FEW = 64  # rows of text, below which shorter ones are made
 PREFERENCES = "preferences"
+RATE = "optimizer.params.lr"
+DECIDED = {  # keys that options decide, since the choices count with them
+    TRAIN: "--batch",
+    MICRO: "--micro_batch",
+    "gradient_accumulation_steps": "--batch and --micro_batch",
+    RATE: "--lr",
+    "scheduler": "--lr and --steps",
+    "activation_checkpointing": "--recompute",
+    "trainable_parameters": "--method",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,8 @@ class Options:
 
     def __post_init__(self):
         problems = []
-        for name in ("length", "batch", "micro_batch", "steps", "rank", "evaluations", "patience"):
-            value, least = getattr(self, name), 2 if name == "length" else 1
+        for name in ("length", "batch", "micro_batch", "steps", "rank", "evaluations", "patience", "seed"):
+            value, least = getattr(self, name), {"length": 2, "seed": 0}.get(name, 1)
             if value is not None and value < least:
                 problems.append(f"--{name} {value}: must be at least {least}")
         for name, kinds in (("method", (None, *get_args(Method))), ("quantize", get_args(Kind))):
@@ -74,8 +87,9 @@ class Options:
                 problems.append(f"--{name} {value}: must be one of {', '.join(filter(None, kinds))}")
         if not 0 <= self.held_out < 1:
             problems.append(f"--held_out {self.held_out}: must be a share from 0 to below 1")
-        if not self.epochs > 0:
-            problems.append(f"--epochs {self.epochs}: must be positive")
+        for name in ("epochs", "lr", "beta"):
+            if (value := getattr(self, name)) is not None and not 0 < value < inf:
+                problems.append(f"--{name} {value}: must be positive")
         if problems:
             raise ConfigError(*problems)
 
@@ -109,6 +123,10 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     method = o.method or ("lora" if start.directory else "full")
     if method == "qlora" and start.directory is None:
         raise ConfigError(f"--method qlora: {start.name} has no weights to quantise, which a directory has")
+    if method == "qlora" and o.config and value_at(read_config(o.config), "mesh.tensor") not in (None, 1):
+        raise ConfigError(
+            "--config has mesh.tensor: quantised matrices are not divided; use --method lora, or no tensor"
+        )
     data, why_length = encode_rows(start, examples, o)
     batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
     if batch % devices or len(data) < batch + (o.held_out > 0):
@@ -131,7 +149,9 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     config["steps_per_print"] = max(1, steps // 10)
     config = merged_sections(config, o.config)
     shape, model = model_of(start, examples, method, o)
-    adapters = f"adapters of --rank {o.rank} at all matrices"
+    modules = shape.lora.target_modules if shape.lora else ()
+    at = "all matrices" if len(modules) == len(MODULES) else ", ".join(modules)
+    adapters = f"adapters of --rank {o.rank} at {at}"
     trained = {
         "full": "all parameters",
         "lora": adapters,
@@ -152,7 +172,8 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
 
 def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[Rows, str]:
     """Encode the samples in rows as short as the longest sample allows; return why they have this length."""
-    limit = (start.shape.download.config if start.shape.download else {}).get("max_position_embeddings", LONGEST)
+    there = start.shape.download.config if start.shape.download else {}
+    limit = there.get("max_position_embeddings") or LONGEST  # some have null
     length = o.length or min(LONGEST, limit)
 
     def rows(length: int) -> Rows:
@@ -195,14 +216,38 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
 
 
 def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:
-    """Return a config with the sections of another, a dict or a file, in place of its own."""
-    return {**config, **(read_config(given) if given else {})}
+    """Return a config with the sections of another, a dict or a file, in place of its own; the rate stays.
+
+    Raises:
+      ConfigError: the other has keys that options decide.
+    """
+    there = read_config(given) if given else {}
+    if decided := [key for key in DECIDED if value_at(there, key) is not None]:
+        raise ConfigError(*(f"--config has {key}: give it as {DECIDED[key]}" for key in decided))
+    made = {**config, **there}
+    return merged(made, {RATE: config["optimizer"]["params"]["lr"]}) if "optimizer" in there else made
+
+
+def adapted(start: StartingPoint) -> tuple[str, ...]:
+    """Return the modules that get adapters: those with a matrix of their own in the files of the family.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    has = linear_modules(tensor_rows(start.shape, FAMILIES[start.shape.family].names))
+    if not has:
+        raise ConfigError(
+            f"{start.name}: files of {start.shape.family} have no matrices that adapters can name; use --method full"
+        )
+    return tuple(name for name in MODULES if name in has)
 
 
 def model_of(start: StartingPoint, examples: Examples, method: Method, o: Options) -> tuple[DecoderConfig, Model]:
     quantized = o.quantize if method == "qlora" else None
-    lora = LoRAConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules="all-linear", quantized=quantized)
-    shape = start.shape if method == "full" else dataclasses.replace(start.shape, lora=lora)
+    shape = start.shape
+    if method != "full":
+        lora = LoRAConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules=adapted(start), quantized=quantized)
+        shape = dataclasses.replace(shape, lora=lora)
     if examples.kind == PREFERENCES:
         return shape, from_flax(lambda rngs: PreferenceDecoder(shape, beta=o.beta, rngs=rngs), has_aux=True)
     return shape, from_flax(lambda rngs: Decoder(shape, rngs=rngs))

@@ -44,7 +44,7 @@ class Texts(PackedRows):
         template, self.limit = Template(tokenizer), LengthLimit(length, "cut")
 
         def encode(sample: Any) -> list[Encoded]:
-            if "text" in sample and sample["text"] is not None:
+            if kind_of_sample(sample, "the sample") == "text":
                 return in_parts(template.text("", str(sample["text"])), length)
             prompt, reply = sample["prompt"], sample["completion"]
             if isinstance(prompt, str) and isinstance(reply, str):
@@ -54,6 +54,10 @@ class Texts(PackedRows):
         store, _ = pieces_of(self.limit.encode(samples, encode, "text"), vocab_size)
         super().__init__(store, length, pack)
         self.packs = pack
+
+    def __repr__(self) -> str:
+        rows = f"{len(self):,} rows of {self.length:,}, {self._filled:.1%} filled"
+        return f"Texts({len(self.store.sizes):,} texts in {rows})"
 
     def rows(self, indices: np.ndarray) -> PyTree:
         rows = super().rows(indices)

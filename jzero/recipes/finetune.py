@@ -22,6 +22,7 @@ from jzero.run.engine import Engine
 from jzero.run.initialize import initialize
 from jzero.step.evaluate import make_eval_step
 from jzero.tree import PyTree
+from jzero.values.parameters import did_you_mean
 
 SAMPLES, HEAD, PROMPT, NEW = 3, 16, 256, 64  # samples; tokens of a text's beginning, of a prompt at most, and new ones
 
@@ -73,6 +74,9 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     Raises:
       ConfigError: anything that the user can mend, before any training.
     """
+    if unknown := options.keys() - Options.__dataclass_fields__.keys():
+        fixes = [f"{name}: not an option{did_you_mean(name, Options.__dataclass_fields__)}" for name in sorted(unknown)]
+        raise ConfigError(*fixes)
     o = Options(**options)
     out = Path(o.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -91,7 +95,8 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     if examples.kind == PREFERENCES:
         reference = log_probabilities(engine, choices)
     losses, held_out = train(engine, choices, reference, o)
-    best = min(held_out, key=lambda step: held_out[step]) if held_out else len(losses)
+    finite = [step for step in held_out if np.isfinite(held_out[step])]
+    best = min(finite, key=lambda step: held_out[step]) if finite else len(losses)
     if best != engine.global_steps:
         engine.load_checkpoint(out / "checkpoints", "best", load_module_only=True)
     write_model(engine, choices, start, out)
@@ -116,7 +121,9 @@ def train(engine: Engine, choices: Choices, reference: np.ndarray, o: Options) -
             losses.append(engine.train_batch(batches))
         if held is not None and (step % every == 0 or step == choices.steps):
             loss = float(engine.eval_batch(held))
-            is_best = loss < min(held_out.values(), default=np.inf)
+            if not step and not np.isfinite(loss):
+                raise ConfigError(f"the held-out loss is {loss} before the first step: check the weights and the data")
+            is_best = -np.inf < loss < min(filter(np.isfinite, held_out.values()), default=np.inf)
             held_out[step], waited = loss, 0 if is_best else waited + 1
             log_dist(f"step {step}: held-out loss {loss:.4f}{', the best' if is_best and step else ''}")
             if is_best:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from math import inf
 from typing import Any, NamedTuple
 
 from jzero.adapters.from_flax import from_flax
@@ -82,9 +83,11 @@ def recipes_text(name: str | None, price: float | None) -> str:
     """Return the table of all recipes, or the config of one.
 
     Raises:
-      ConfigError: no recipe has this name.
+      ConfigError: no recipe has this name, a price that is none.
     """
     recipes = load_recipes()
+    if price is not None and not 0 <= price < inf:
+        raise ConfigError(f"--price {price}: must be a number of dollars, not negative")
     if name is None:
         rows = [cells(recipe, PRICE if price is None else price) for recipe in recipes]
         hint = "jzero recipes NAME > config.json writes one; all figures are planned, by `jzero plan`"

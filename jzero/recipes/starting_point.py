@@ -45,7 +45,11 @@ def starting_point(model: str, tokenizer: str | None) -> StartingPoint:
             f"{source} has no tokenizer that can be read ({str(error).splitlines()[0]}): name one with --tokenizer"
         ) from None
     if directory:
-        return StartingPoint(model, config_from_hf(directory), read, directory)
+        shape = config_from_hf(directory)
+        if not isinstance(shape, DecoderConfig):
+            kind = shape.download.config["model_type"]
+            raise ConfigError(f"{model} is a {kind}: jzero finetune tunes decoders; see docs/models.md")
+        return StartingPoint(model, shape, read, directory)
     name = model.removeprefix("llama:")
     known = preset if name in PRESETS else named
     return StartingPoint(model, known(name, vocab_size=len(read)), read, None)

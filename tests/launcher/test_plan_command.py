@@ -96,6 +96,27 @@ def test_plans_of_a_published_model_and_of_a_directory(jzero_plan, tmp_path):
     assert rows[0] == rows[1] != rows[2]
 
 
+def test_plans_of_directories_of_other_families(jzero_plan, tmp_path):
+    """GPT-2 and BERT as `transformers` writes them; an encoder of images has no tokens."""
+    shapes = {
+        "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16},
+        "bert": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
+                 "vocab_size": 64, "max_position_embeddings": 16},
+        "vit": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
+                "image_size": 16, "patch_size": 4, "num_channels": 3},
+    }  # fmt: skip
+    said = {}
+    for name, shape in shapes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name, **shape}))
+        said[name] = jzero_plan(f"--model {tmp_path / name} --formula --seq 16")
+    assert [code for code, _, _ in said.values()] == [0, 0, 2]
+    assert "<- the config's" in said["gpt2"][1]
+    assert "<- the config's" in said["bert"][1]
+    assert "a vit" in said["vit"][2]
+    assert said["vit"][2].count("\n") == 1
+
+
 def test_a_preset_says_what_it_is():
     said = "llama:8b has the layers of llama3-8b, and a vocabulary of 32,000 instead of 128,256"
     assert named_models.about("llama:8b") == said
@@ -119,7 +140,7 @@ def test_a_preset_says_what_it_is():
         ("--set layers=3", {}, "--set layers=3: not a field of LlamaConfig; did you mean 'num_layers'?"),
         ("--set nofield=null", {}, "--set nofield=null: not a field of LlamaConfig; choose one of num_layers, d_model"),
         ("--set num_layers=2.5", {}, "--set num_layers=2.5: should be a valid integer"),
-        ("--set activation=relu", {}, "--set activation=relu: should be 'silu' or 'gelu_tanh'"),
+        ("--set activation=relu", {}, "--set activation=relu: should be 'silu', 'gelu' or 'gelu_tanh'"),
         ("--set d_model.x=2", {}, "--set d_model.x=2: d_model is 4096, which has no fields"),
         ("--model moe:mixtral-8x7b --set mixture.top_k=x", {}, "--set mixture.top_k=x: should be a valid integer"),
         ("--set rope_theta=NaN", {}, "--set rope_theta=NaN: should be a valid number"),

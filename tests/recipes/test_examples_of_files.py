@@ -127,3 +127,11 @@ def test_samples_that_cannot_be_encoded(tokenizer):
         ConfigError, match=r"no conversation to train on: 1 of 1 are longer than 8 tokens.*raise length"
     ):
         rows("chat", length=8)
+
+
+def test_a_sample_with_a_text_besides_is_trained_as_its_kind(tokenizer):
+    sample = {"text": "whole text", "prompt": "1?", "completion": " 2."}
+    data = Examples("completions", [sample], "x").rows(tokenizer, 32, 258, pack=True)
+    labels = data.rows(np.array([0]))["labels"][0]
+    assert tokenizer.decode(labels[labels >= 0]) == TRAINED["completions"]
+    assert repr(data) == "Texts(1 texts in 1 rows of 32, 18.8% filled)"

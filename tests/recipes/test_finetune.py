@@ -2,17 +2,22 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jzero import cli
 from jzero.errors import ConfigError
 from jzero.recipes import choices
 from jzero.recipes.choices import Options
-from jzero.recipes.finetune import finetune
+from jzero.recipes.examples import Examples
+from jzero.recipes.finetune import finetune, train
 from jzero.recipes.fitting import Fit
-from jzero.recipes.starting_point import find_directory, starting_point
+from jzero.recipes.starting_point import StartingPoint, find_directory, starting_point
+from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
+from models.preferences import PreferenceDecoder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -147,6 +152,14 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"batch": 800}, "smaller than the"),
         ({"micro_batch": 5, "batch": 16}, "--micro_batch 5: must divide the 2 rows"),
         ({"config": {"optimizr": {}}}, "optimizer"),
+        ({"config": {"train_batch_size": 8}}, "--config has train_batch_size: give it as --batch"),
+        ({"config": {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}}, "optimizer.params.lr: give it as --lr"),
+        ({"config": {"activation_checkpointing": {"policy": "full"}}}, "give it as --recompute"),
+        ({"config": {"mesh": {"tensor": 2}}, "method": "qlora"}, "quantised matrices are not divided"),
+        ({"lr": 0.0}, "--lr 0.0: must be positive"),
+        ({"beta": float("nan")}, "--beta nan: must be positive"),
+        ({"seed": -1}, "--seed -1: must be at least 0"),
+        ({"lenght": 3}, "lenght: not an option; did you mean 'length'?"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
     ],
 )
@@ -172,6 +185,97 @@ def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys)
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+SHAPE = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": None}  # fmt: skip
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "modules"),
+    [
+        ("phi3", {}, ("o_proj", "down_proj")),
+        ("glm4", {"head_dim": 8}, (*QKVO, "down_proj")),
+        ("starcoder2", {}, QKVO),
+        ("mixtral", {}, QKVO),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, QKVO),
+    ],
+)
+def test_adapters_are_at_the_matrices_of_the_family(family, more, modules, tmp_path):
+    shape = config_from_hf({"model_type": family, **SHAPE, **more})
+    start = StartingPoint(family, shape, byte_tokenizer(), tmp_path)
+    found = choices.choose(start, Examples("text", [{"text": "hello, world. " * 400}], "x"), Options(out=tmp_path))
+    assert found.shape.lora.target_modules == modules
+    assert f"--method lora: adapters of --rank 16 at {', '.join(modules)}" in found.lines
+    assert {name.split("/")[-2] for name in names_of(found.model) if "lora_a" in name} == set(modules)
+
+
+def names_of(model):
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, jax.random.key(0)))
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+
+
+def test_a_family_without_such_matrices_names_the_other_method(tmp_path):
+    shape = config_from_hf({"model_type": "gpt_neox", **{**SHAPE, "max_position_embeddings": 64}})
+    with pytest.raises(ConfigError, match="use --method full"):
+        choices.adapted(StartingPoint("neox", shape, byte_tokenizer(), tmp_path))
+
+
+def test_other_models_are_refused(tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 258, "n_positions": 64}
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is a gpt2: jzero finetune tunes decoders; see"):
+        starting_point(str(tmp_path), None)
+
+
+def test_preferences_of_a_mixture_are_refused():
+    shape = config_from_hf({"model_type": "mixtral", **SHAPE})
+    with pytest.raises(ConfigError, match="tunes no mixture of experts"):
+        PreferenceDecoder(shape, rngs=nnx.Rngs(0))
+
+
+def test_a_rate_stays_when_the_config_has_another_optimizer():
+    own = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    made = choices.merged_sections(own, {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}})
+    assert made["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": 0.5}}
+
+
+class Losses:
+    """An engine whose held-out losses are given."""
+
+    step_fn = None
+
+    def __init__(self, losses):
+        self.losses, self.saved = iter(losses), []
+
+    def train_batch(self, batches):
+        return 1.0
+
+    def eval_batch(self, batch):
+        return next(self.losses)
+
+    def save_checkpoint(self, home, tag, **options):
+        self.saved.append(tag)
+        return self
+
+    def wait(self):
+        pass
+
+
+def test_losses_that_are_not_finite(monkeypatch, tmp_path):
+    """The first stops the run; a later one is never the best."""
+    monkeypatch.setattr("jzero.recipes.finetune.DataLoader", lambda *args, **options: [0])
+    rows = Examples("text", [{"text": "hello, world. " * 40}], "x").rows(byte_tokenizer(), 32, 258, True)
+    made = choices.Choices({}, None, config_from_hf({"model_type": "llama", **SHAPE}), rows, np.arange(1), np.arange(2),
+                           3, [])  # fmt: skip
+    arguments = made, np.zeros((len(rows), 2)), Options(out=tmp_path, evaluations=3)
+    with pytest.raises(ConfigError, match="held-out loss is nan before the first step"):
+        train(Losses([np.nan]), *arguments)
+    engine = Losses([2.0, np.nan, 1.0, -np.inf])
+    train(engine, *arguments)
+    assert engine.saved == ["best", "best", "last"]
 
 
 def test_the_command_has_every_option():

@@ -48,7 +48,8 @@ def test_each_fits_and_its_figures_are_those_of_the_planner(recipe, no_compilati
     cluster = {"gpu": recipe.gpu, "nodes": recipe.nodes, "gpus_per_node": recipe.gpus_per_node}
     made = jzero.plan(recipe.make_model(), recipe.config, tokens(recipe.sequence), **cluster)
     assert made.memory.fits
-    assert made.memory.peak_bytes / 2**30 == pytest.approx(recipe.plan["peak_gib"], rel=0.03)
+    # Within 5 %: kernels change, and the figures are renewed less often (docs/recipes.py --plan; minutes a recipe).
+    assert made.memory.peak_bytes / 2**30 == pytest.approx(recipe.plan["peak_gib"], rel=0.05)
     speed = recipe.config["train_batch_size"] * recipe.sequence / made.time.step_s / recipe.gpus
     assert speed == pytest.approx(recipe.plan["tokens_per_s_gpu"], rel=0.05)
 
@@ -75,6 +76,8 @@ def test_the_command_lists_them_and_prints_a_config(capsys):
     assert all(recipe.name in printed for recipe in RECIPES)
     recipe = RECIPES[0]
     assert f"${recipe.hours * recipe.gpus * 3:,.0f}" in printed
+    assert cli.main(["recipes", "--price", "-1"]) == 2
+    assert "--price -1.0: must be a number of dollars" in capsys.readouterr().err
     assert cli.main(["recipes", recipe.name]) == 0
     assert jzero.Config.load(json.loads(capsys.readouterr().out)) == jzero.Config.load(recipe.config)
     assert cli.main(["recipes", "llama3-8b-pretrain-9xh100"]) == 2

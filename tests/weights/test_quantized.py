@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import norm
 
 import jzero
+from jzero.errors import ConfigError
 from models.decoder import Decoder
 from models.llama import preset
 from models.lora import LoRAConfig
@@ -114,3 +115,9 @@ def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind)
             np.testing.assert_allclose(x, wanted, atol=1e-3 * np.abs(wanted).max(), err_msg=name)
             compared += 1
     assert compared == 6
+
+
+def test_nf4_of_an_odd_dimension_is_refused():
+    with pytest.raises(ConfigError, match="a matrix has 3 inputs, must be even"):
+        quantize(jnp.ones((3, 4)), "nf4")
+    assert quantize(jnp.ones((3, 4)), "int8").codes.shape == (3, 4)
