@@ -86,7 +86,8 @@ class FusedLinear(nnx.LinearGeneral):
         if hasattr(self, "kernel"):
             x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
             numbers = (((x.ndim - 1,), (0,)), ((), ()))
-            y = jax.lax.dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
+            dot_general = self.dot_general or jax.lax.dot_general
+            y = dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
         else:
             y = quantized_matmul(self, inputs)
         at = [*accumulate(width for _, width in self.widths)][:-1]

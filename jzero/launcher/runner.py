@@ -1,6 +1,6 @@
 """Run an attempt: start an agent on every host, check the hosts, start the processes, and bring the agents' messages.
 
-The command and its agents send each other a message every second. So each side notices within seconds that the other
+The command and its agents send each other a message every second. So each side notices within 8 seconds that the other
 side, or the network between them, has failed; the agent then kills its processes.
 """
 

@@ -29,6 +29,7 @@ _FLASH = {"flash_mha_fwd": 1.10, "flash_mha_bwd": 1.23}
 # more once two of three products, 164 ms, summed exactly (2026-11-26-fp8-h200.md).
 _EXACT_F8 = 1.08
 _BY_BYTES = ("__cub$", "__gpu$TopK", "__cudnn$norm", "cu_threefry2x32", "MoveToHost", "MoveToDevice")
+_OWN = "/map_parts", "/softmax_rows", "/softmax_sums", "/softmax_gradient"  # of jzero.kernels, in one pass
 
 
 _VIEWS = ("bitcast", "reshape")
@@ -160,8 +161,7 @@ class Kernels:
             return self._grouped(op, scope)
         if "/fp8_cast" in op.op_name:  # of jzero.kernels.fp8: a cast and its transposed copy
             return self._moved(TRANSPOSES, of_operation(op, scope))
-        # The latter two of jzero.kernels.fusion and .softmax.
-        if target.startswith(_BY_BYTES) or "/map_parts" in op.op_name or "/softmax_" in op.op_name:
+        if target.startswith(_BY_BYTES) or any(kernel in op.op_name for kernel in _OWN):
             return self._moved(ELEMENTWISE, of_operation(op, scope))
         raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
 

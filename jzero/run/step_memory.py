@@ -122,7 +122,7 @@ def check_memory(step: TrainStep) -> None:
     there = usable_memory_here()
     if there is None:
         return
-    with heartbeat.work(), slow_work(compiling("the step")):
+    with heartbeat.work(counts=False), slow_work(compiling("the step")):
         need = _planned(step, there)
     if not need.fits:
         raise OutOfMemoryError(explained(step, need, f"the step {need.verdict} per device", there.most))
@@ -146,6 +146,7 @@ def fits_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTre
     except OutOfMemoryError:
         raise
     except Exception:  # the script may change these batches, or give the loss more
+        step.first = None  # no report traces this input
         return False
     return True
 

@@ -142,7 +142,7 @@ class FirstCall:
     def __init__(
         self, program: jax.stages.Wrapped, states: States, fed: StepInput, rate: np.float32 | None, skip: SkipWhen
     ):
-        self._program, self._state = program, jax.tree.map(_shape, states.shapes, states.shardings)
+        self._program, self._states = program, states
         self._parts, extra = jax.tree.map(_shape, (fed.batch, fed.extra))
         self._rest = extra, rate, skip._replace(frozen=jax.tree.map(_shape, skip.frozen)), fed.factor
 
@@ -157,7 +157,8 @@ class FirstCall:
 
     def traced(self, change: Callable[[PyTree], PyTree] = lambda part: part) -> jax.stages.Traced:
         """Trace the call, with other parts of the batch if `change` maps the shapes of its own."""
-        return self._program.trace(self._state, tuple(map(change, self._parts)), *self._rest)
+        state = jax.tree.map(_shape, self._states.shapes, self._states.shardings)
+        return self._program.trace(state, tuple(map(change, self._parts)), *self._rest)
 
 
 def _shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 
 import jzero
 from jzero.kernels.fusion import parts
-from jzero.kernels.fusion.elementwise import PRIMITIVES, erfc, is_elementwise
+from jzero.kernels.fusion.chains import Chains
+from jzero.kernels.fusion.elementwise import PRIMITIVES, Elementwise, erfc, is_elementwise
 from jzero.kernels.fusion.parts import map_parts
 from jzero.planner import gpu_devices
 from jzero.tracing.chunk import fused
@@ -114,6 +115,18 @@ def test_a_single_row_has_no_bias():
     """A bias of it would have the shape of an array."""
     args = numbers((1, K), *SHAPES[biased][1:])
     assert primitives(fused(biased), *args) == primitives(biased, *args)
+
+
+def test_a_product_of_one_row_is_no_part():
+    """A kernel would read it as an array of many rows."""
+
+    def conditioned(x, c, w1, w2, w3):
+        return (jax.nn.silu(x @ w1) * (c @ w2)) @ w3
+
+    shapes = [(2, 64, 256), (1, 1, 256), (256, 512), (256, 512), (512, 256)]
+    trace = jax.make_jaxpr(conditioned)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert not Chains(trace.jaxpr, biases=False).of
+    assert len(Chains(trace.jaxpr).of) == 1
 
 
 @pytest.mark.parametrize("module", [nnx, linen], ids=["nnx", "linen"])
@@ -285,7 +298,9 @@ def test_what_is_not_finite_stays_in_its_place(bad, monkeypatch):
         assert not kept[3][0, 0, 5]
 
 
-@pytest.mark.parametrize("shapes", [[(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [[(1, 1, 512)], [(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str
+)
 @pytest.mark.parametrize("row", [False, True], ids=["", "row"])
 def test_shapes_that_the_kernel_does_not_take(shapes, row):
     assert not parts.supports_elementwise(shapes, [shapes[0], *[(1, *shapes[0][1:])] * row])
@@ -300,6 +315,14 @@ def test_erfc_against_float64(derivative):
     np.testing.assert_allclose(
         f(jnp.asarray(x)), expected, rtol=6e-6
     )  # the argument of 2^y, up to 52, is rounded twice
+
+
+def test_erf_of_small_numbers():
+    """The difference 1 - erfc(x) would have no digits."""
+    x = np.geomspace(1e-6, 2e-2, 40).astype(np.float32)
+    trace = jax.make_jaxpr(jax.lax.erf)(x).jaxpr
+    f = Elementwise(tuple(trace.eqns), tuple(trace.invars), trace.outvars[0])
+    np.testing.assert_allclose(f(x)[0], scipy.special.erf(x.astype(np.float64)), rtol=1e-4)
 
 
 ACTIVATIONS = {

@@ -195,7 +195,7 @@ def test_per_layer_of_a_clients_transform():
         ("AdamW", {"b1": 0.9, "betas": [0.9, 0.99]}, ["optimizer.params.b1: betas [0.9, 0.99] is given too"]),
         ("AdamW", {"b2": 1.5}, ["optimizer.params.betas: [0.9, 1.5]", "two numbers in [0, 1)"]),
         ("SGD", {"b1": 0.9}, ["optimizer.params.b1: unknown parameter"]),
-        ("SGD", {"state_dtype": "fp8"}, ["optimizer.params.state_dtype: 'fp8' belongs to \"optimizer\", beside"]),
+        ("SGD", {"state_dtype": "fp8"}, ["optimizer.params.state_dtype: 'fp8' belongs to \"optimizer\", next to"]),
         ("adamax", {"learning_rate": 0.1, "lr": 0.1}, ["optimizer.params.learning_rate: lr 0.1 is given too"]),
         ("SGD", {"dampening": 0.1}, ["dampening: 0.1"]),
         ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),

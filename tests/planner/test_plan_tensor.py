@@ -109,4 +109,6 @@ def test_only_the_axis_across_hosts_has_a_price():
     (found,) = [line for line in plan.warnings if "several hosts" in line]
     crossing = sum(move.total for move in plan.moves.all if "context" in move.axes)
     assert 0 < crossing < plan.moves.total
-    assert found.startswith(f"mesh.context = 2: devices of several hosts act as one, and move {size_text(crossing)} a")
+    assert found.startswith(
+        f"mesh.context = 2: devices of several hosts act as one; each moves {size_text(crossing)} per"
+    )

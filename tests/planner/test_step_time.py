@@ -320,7 +320,7 @@ def test_the_slowest_branch_counts():
         ([f"%c = {X} all-reduce(%x), replica_groups=<new>, to_apply=%add"], "%c .all-reduce.*unknown form"),
         ([f"%c = {X} strange-start(%x)"], "%c .strange-start"),
         ([f"%c = {X} cholesky(%x), lower=true"], "%c .cholesky"),
-        (["%q = f64[1000,1000]{1,0} parameter(3)", "%a = " + MATMUL.replace("(%x, %x)", "(%q, %q)")], "product of f64"),
+        (["%q = f64[1000,1000]{1,0} parameter(3)", "%a = " + MATMUL.replace("(%x, %x)", "(%q, %q)")], "matmul of f64"),
         ([f"%a = {MATMUL.replace('lhs_contracting', 'lhs_other')}"], "%a .*lhs_contracting_dimensions"),
         ([attention((1, 1, 64, 64), "CAUSAL").replace("mask_type", "other")], "%a .*mask_type"),
     ],

@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import jzero
 from jzero.config.sizes import ACCUM, MICRO
@@ -85,6 +86,21 @@ def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
         assert changed["train_batch_size"] == ROWS
     engine = start(changed, training_data=DATA)
     assert np.isfinite(float(engine.train_batch()))
+
+
+def test_a_loss_that_needs_more_than_the_data(monkeypatch):
+    """The step's own batch and `extra` are known at the first step alone: until then no report may trace it."""
+    limit(monkeypatch, 2**40)
+
+    def loss(module, batch, extra):
+        return jax.numpy.mean((module(batch["x"]) - extra) ** 2)
+
+    engine = jzero.initialize(
+        model=jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss),
+        config={"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": CONFIG["optimizer"]},
+        training_data={"x": np.ones((32, 4), np.float32)},
+    )[0]
+    assert np.isfinite(float(engine.train_batch(extra=np.float32(1.0))))
 
 
 @pytest.mark.slow

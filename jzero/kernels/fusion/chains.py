@@ -89,7 +89,8 @@ class Chains:
                 return False
             if part := self._part(v, eqn, x.aval.ndim):
                 parts[v] = part
-                return part.source.aval.dtype == dtype and self._multiplies(self._made[part.source])
+                whole = v.aval.shape == x.aval.shape  # and no row [1, ..., N]
+                return whole and part.source.aval.dtype == dtype and self._multiplies(self._made[part.source])
             if not is_elementwise(eqn, dtype) or not all(visit(u) for u in eqn.invars if not is_constant(u)):
                 return False
             inside[id(eqn)] = eqn

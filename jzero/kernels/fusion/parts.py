@@ -78,7 +78,7 @@ def supports_elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[
     """Return whether the kernel takes and returns arrays [m, p, n] and rows [1, p, n]."""
     rows, columns, steps = _tile(operands[0], results)
     arrays = [shape for shape in (*operands, *results) if shape[0] > 1]
-    return columns >= 128 and rows * steps > 1 and fit(arrays, rows, columns)
+    return bool(arrays) and columns >= 128 and rows * steps > 1 and fit(arrays, rows, columns)
 
 
 def fit(shapes: Sequence[tuple[int, ...]], rows: int, columns: int) -> bool:
@@ -131,7 +131,9 @@ def tiled_map_parts(f: Callable, *xs: jax.Array, results: Sequence[tuple[int, ..
     blocks: list[Block] = [(flat(p), (None, None, 1)) if rows == 1 else (tall(p), (0, None, 1)) for rows, p, _ in ins]
     blocks += [((flat if rows == 1 else tall)(p), (0, None, 1)) for rows, p, _ in results]
     found = run_tiles("map_parts", kernel, grid, xs, [jax.ShapeDtypeStruct(*shape) for shape in shapes], blocks)
-    return [y.sum(0, keepdims=True).astype(dtype) if y.dtype != dtype else y for y in found]
+    return [
+        y.sum(0, keepdims=True).astype(dtype) if rows == 1 else y for y, (rows, *_) in zip(found, results, strict=True)
+    ]
 
 
 def run_tiles(
