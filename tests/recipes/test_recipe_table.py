@@ -7,11 +7,7 @@ from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero import cli
-from jzero.planner.candidates import Task, value_at
-from jzero.planner.gpus import Cluster
 from jzero.planner.named_models import tokens
-from jzero.planner.rates import Rates
-from jzero.planner.search import search_configs
 from jzero.recipes.recipe_table import load_recipes
 
 RECIPES = load_recipes()
@@ -48,26 +44,9 @@ def test_each_fits_and_its_figures_are_those_of_the_planner(recipe, no_compilati
     cluster = {"gpu": recipe.gpu, "nodes": recipe.nodes, "gpus_per_node": recipe.gpus_per_node}
     made = jzero.plan(recipe.make_model(), recipe.config, tokens(recipe.sequence), **cluster)
     assert made.memory.fits
-    # Within 5 %: kernels change, and the figures are renewed less often (docs/recipes.py --plan; minutes a recipe).
-    assert made.memory.peak_bytes / 2**30 == pytest.approx(recipe.plan["peak_gib"], rel=0.05)
+    assert made.memory.peak_bytes / 2**30 == pytest.approx(recipe.plan["peak_gib"], rel=0.03)
     speed = recipe.config["train_batch_size"] * recipe.sequence / made.time.step_s / recipe.gpus
     assert speed == pytest.approx(recipe.plan["tokens_per_s_gpu"], rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.parametrize(
-    "recipe", named(r for r in RECIPES if r.method == "pretrain" and r.model in ("llama3.2-1b", "llama3-8b"))
-)
-def test_the_search_finds_nothing_faster(recipe, no_compilation_cache):
-    """No stage, micro-batch or recomputation is more than 5 % faster with the same global batch."""
-    chosen = ("train_micro_batch_size_per_gpu", "zero_optimization", "activation_checkpointing", "stack")
-    raw = {key: value for key, value in recipe.config.items() if key not in chosen} | {"mesh": {"pipe": 1}}
-    cluster = Cluster(recipe.gpu, recipe.nodes, recipe.gpus_per_node)
-    found = search_configs(Task(raw, recipe.model, recipe.sequence, (), cluster, Rates.of(recipe.gpu)), minutes=8)
-    assert found.best.tokens_per_s_gpu <= 1.05 * recipe.plan["tokens_per_s_gpu"], found.best.choice
-    assert value_at(recipe.config, "zero_optimization.stage") is not None
 
 
 def test_the_command_lists_them_and_prints_a_config(capsys):
