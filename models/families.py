@@ -17,7 +17,7 @@ from .decoder_config import DecoderConfig, check_fields
 from .downloads import ADVICE, Download
 from .layer_patterns import KINDS, patterns_json, patterns_of
 from .lora import adapters_table
-from .moe_families import mixture_json, mixture_of
+from .moe_families import NAMES, mixture_json, mixture_of
 from .rope_json import rope_json, rope_of
 from .tensor_names import tensor_rows
 
@@ -279,6 +279,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
     if config.lora and config.lora.quantized:
         return None, ["weights in files have jzero's own names: these are quantised"]
+    if config.mixture and config.family not in NAMES:
+        return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
     content = config_json(config, family)
     if wrong := _lost(config, content):
         return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
