@@ -161,7 +161,7 @@ def plot(args: Namespace) -> int:
 
 
 def import_run(args: Namespace) -> int:
-    """Write a DeepSpeed checkpoint as one of jzero's, or compare the names of their tensors."""
+    """Convert a DeepSpeed checkpoint to jzero's format, or compare the names of tensors."""
     from jzero.run import import_deepspeed
 
     return import_deepspeed.main(args)

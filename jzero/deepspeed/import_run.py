@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint as one of jzero's: the leaves of a train state, read from DeepSpeed's files."""
+"""Read the leaves of a train state from the files of a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DeepSpeedCheckpoint(Checkpoint):
       path: of its directory.
       step: the train step whose state is read.
       rng: the key of the run, which DeepSpeed's files do not have.
-      rename: of jzero's tensors to DeepSpeed's: {regular expression: replacement}, or a function.
+      rename: maps jzero's names to DeepSpeed's: {regular expression: replacement}, or a function.
 
     Raises:
       ConfigError: it is damaged, or belongs to another model; the message names the tensors that are missing, extra or

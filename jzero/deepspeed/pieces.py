@@ -1,4 +1,4 @@
-"""Named tensors whose numbers lie in pieces of several files, read like the tensors of a safetensors file."""
+"""Named tensors that are stored as pieces in several files, read like the tensors of a safetensors file."""
 
 from __future__ import annotations
 

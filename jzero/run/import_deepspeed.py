@@ -1,4 +1,4 @@
-"""`jzero import DIR OUT`: write a DeepSpeed checkpoint as one of jzero's, or compare the names of their tensors."""
+"""`jzero import DIR OUT`: convert a DeepSpeed checkpoint to jzero's format, or compare names of tensors."""
 
 from __future__ import annotations
 
