@@ -1,0 +1,114 @@
+"""A layer of a decoder: attention, a feed-forward layer, and their norms.
+
+Shape suffixes are those of models/decoder.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.tiling import tiled
+
+from .attention import Carry, Decoding, Hidden, KVCache
+from .blocks import gelu
+from .decoder_attention import Attention, initial, linear_of
+from .decoder_config import DecoderConfig
+from .lora import FusedLinear
+from .moe import Mixture
+from .norms import make_norm
+
+ACTIVATIONS = {"silu": nnx.silu, "gelu": gelu, "gelu_tanh": nnx.gelu}
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)); one product makes gate and up. With silu this is SwiGLU."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.activation, c = ACTIVATIONS[config.activation], config
+        widths = {"gate_proj": 1, "up_proj": 1}
+        self.gate_up = FusedLinear(
+            c.d_model, (2, c.d_ff), 0, widths, c.lora, rngs=rngs, use_bias=c.mlp_bias, kernel_init=initial(c)
+        )
+        self.down = linear_of(c, c.d_ff, c.d_model, "down_proj", rngs, last=True, bias=c.mlp_bias)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        gate_BSF, up_BSF = (part_BS1F.squeeze(2) for part_BS1F in self.gate_up(x_BSD))
+        return self.down(self.activation(gate_BSF) * up_BSF)
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.activation, c = ACTIVATIONS[config.activation], config
+        self.up = linear_of(c, c.d_model, c.d_ff, "up_proj", rngs, bias=c.mlp_bias)
+        self.down = linear_of(c, c.d_ff, c.d_model, "down_proj", rngs, last=True, bias=c.mlp_bias)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.down(self.activation(self.up(x_BSD)))
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config, before, after = config, config.norms != "after", config.norms != "before"
+        if before:
+            self.attention_norm = make_norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        if before and config.parallel != "one_norm":
+            self.mlp_norm = make_norm(config, rngs)
+        self.mlp = _feed_forward(config, rngs)
+        if after:
+            self.attention_post_norm, self.mlp_post_norm = make_norm(config, rngs), make_norm(config, rngs)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        carry = x if isinstance(x, Carry) else Carry(x)
+        h_BSD = self.normed("attention_norm", carry.x_BSD)
+        y_BSD = self.attention(h_BSD, carry.segments_BS, carry.layer)
+        x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
+        if not isinstance(x, Carry):
+            return x_BSD
+        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
+
+    def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
+        """Run the layer in generation."""
+        h_BSD = self.normed("attention_norm", x.x_BSD)
+        y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
+        layer = None if x.layer is None else x.layer + 1
+        return x._replace(x_BSD=self.feed_forward(x.x_BSD, h_BSD, y_BSD)[0], layer=layer), cache
+
+    def feed_forward(
+        self, x_BSD: jax.Array, h_BSD: jax.Array, y_BSD: jax.Array, tiles: int = 1
+    ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+        """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's; return its metrics too.
+
+        Args:
+          h_BSD: attention's input.
+        """
+        parallel = {"one_norm": h_BSD, "two_norms": x_BSD}
+        x_BSD = x_BSD + self.scaled(self.normed("attention_post_norm", y_BSD))
+        source_BSD = parallel.get(self.config.parallel or "", x_BSD)
+        y_BSD = tiled(lambda x_BSD: self.mlp(self.normed("mlp_norm", x_BSD)), source_BSD, tiles)
+        y_BSD, metrics = y_BSD if isinstance(y_BSD, tuple) else (y_BSD, None)
+        return x_BSD + self.scaled(self.normed("mlp_post_norm", y_BSD)), metrics
+
+    def normed(self, name: str, x_BSD: jax.Array) -> jax.Array:
+        """Apply a norm, if this family has it."""
+        return getattr(self, name)(x_BSD) if hasattr(self, name) else x_BSD
+
+    def scaled(self, y_BSD: jax.Array) -> jax.Array:
+        return times(y_BSD, self.config.residual_scale)
+
+
+def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
+    if config.mixture is None:
+        return (GatedMLP if config.gated else MLP)(config, rngs=rngs)
+    return Mixture(config.mixture, config.d_model, rngs=rngs, init=initial(config), last=initial(config, last=True))
+
+
+def times(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
