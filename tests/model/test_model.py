@@ -14,7 +14,7 @@ from helpers.sampling import keep, sample
 
 import jzero
 from jzero.attention_kernels import kernel_for
-from models.decoder import Attention
+from models.decoder_attention import Attention
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
 from models.rope import rope
