@@ -120,15 +120,23 @@ def published(key: str, seconds: float) -> dict[int, str]:
 
 
 def run_on_all(topic: str, work: Callable[[], T]) -> T:
-    """Return `work()`. If it raises a ConfigError or OSError on any process, every process raises a ConfigError."""
+    """Return `work()`. If it raises on any process, every process raises.
+
+    A ConfigError or OSError becomes the same ConfigError on all; another error stays what it is on its own process.
+    """
     problem = None
     try:
         result = work()
+    except LostProcessError:
+        raise  # the lost process would not answer
     except (ConfigError, OSError) as error:
         passes, text = isinstance(error, PassingError), str(error)
         if isinstance(error, OSError):
             passes, text = not lasts(error), f"{error.filename}: {error.strerror}" if error.filename else text
         problem = f"{'passing' if passes else 'lasting'}:{text}"
+    except Exception as error:  # or the others would wait for this process
+        share_problem(topic, f"lasting:{topic}: process {jax.process_index()}: {in_a_line(error)}")
+        raise
     if problem := share_problem(topic, problem):
         kind, _, text = problem.partition(":")
         raise (PassingError if kind == "passing" else ConfigError)(text)

@@ -104,6 +104,12 @@ def from_stage(mine: jax.Array, x: PyTree) -> PyTree:
     return jax.tree.map(lambda x: lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE).astype(x.dtype), x)
 
 
+def send(x: PyTree, step: int, *, stages: int, wraps: bool) -> PyTree:
+    """Send x to the next stage (+1) or the previous one (-1); if `wraps`, the first follows the last."""
+    pairs = [(s, (s + step) % stages) for s in range(stages) if wraps or 0 <= s + step < stages]
+    return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
+
+
 def needs_former(prefix: Callable, suffix: Callable, ends: PyTree, x: PyTree, layouts: PyTree) -> bool:
     """Return whether the prefix's output depends on its state, so that its backward pass needs the former state.
 

@@ -29,7 +29,7 @@ from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.passes.sequential import DeviceWeights, PassFacts
 from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import carry as buffers
-from jzero.pipeline.carry import Carry, from_stage, make_slots, read_slot, select, write_slot
+from jzero.pipeline.carry import Carry, from_stage, make_slots, read_slot, select, send, write_slot
 from jzero.pipeline.schedules import Program, Runs, count
 from jzero.precision import Precision
 from jzero.tracing.chunk import Chunk, split_floats
@@ -111,7 +111,7 @@ class Execution:
         self.stages, self.cut, self.program = stages, stages.cut, program
         self.batch, self.cotangents = batch, cotangents
         self.diff, self.nondiff, self.state, self.extra = weights
-        self.stage = lax.axis_index(PIPE)
+        self.stage, self.send = lax.axis_index(PIPE), partial(send, stages=stages.n_stages, wraps=stages.chunks > 1)
         self.is_first, self.is_last = self.stage == 0, self.stage == stages.n_stages - 1
         self.layouts = self.cut.view.layouts
         self.gathers = any(layout.rule.gather == "layer" for layout in jax.tree.leaves(self.layouts[STACK]))
@@ -289,10 +289,8 @@ class Execution:
 
         `dy` is the suffix's gradient, if S ran in this tick: the last chunk of the last stage begins with it.
         """
-        if dy is None:
-            dy = carry.returned
-        else:
-            dy = select(self.is_last & (at["B.chunk"] == self.stages.chunks - 1), dy, carry.returned)
+        last = self.is_last & (at["B.chunk"] == self.stages.chunks - 1)
+        dy = carry.returned if dy is None else select(last, dy, carry.returned)
 
         def piece(piece: Piece, dy: PyTree, summed: PyTree, rest: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
@@ -390,12 +388,6 @@ class Execution:
             return s.at[index].add(g) if self.cut.view.layer_axis else s + g
 
         return jax.tree.map(add, summed, gradient)
-
-    def send(self, x: PyTree, step: int) -> PyTree:
-        """Send x to the next stage (+1) or the previous one (-1); with several chunks the last precedes the first."""
-        n = self.stages.n_stages
-        pairs = [(s, (s + step) % n) for s in range(n) if self.stages.chunks > 1 or 0 <= s + step < n]
-        return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
 
 def _sum(*gs: jax.Array) -> jax.Array:

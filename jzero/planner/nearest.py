@@ -34,6 +34,7 @@ from jzero.planner.plan_facts import PlanFacts
 from jzero.planner.state_bytes import bytes_by_stage, state_bytes
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
+from jzero.values.kinds import either
 
 TRIES, WANTED, MOST_DOUBLINGS = 8, 2, 6  # programs that are compiled at most; configurations that are enough
 NOTABLE_SHARE = 0.05  # of the buffers at the peak: worth a line
@@ -146,8 +147,7 @@ def too_large(plan: PlanFacts) -> str:
     """Return one line about a plan that does not fit: the largest part, and what would fit by the formula."""
     memory = plan.memory
     largest = f"largest: {memory.largest}, {size_text(memory.parts[memory.largest])}"
-    instead = next(_by_formula(plan), "no number of such GPUs fits it by ZeRO alone")
-    return f"{memory.verdict} per GPU; {largest}; {instead}"
+    return f"{memory.verdict} per GPU; {largest}; {next(_by_formula(plan))}"
 
 
 def _by_formula(plan: PlanFacts) -> Iterator[str]:
@@ -160,16 +160,20 @@ def _by_formula(plan: PlanFacts) -> Iterator[str]:
             f"activations and temporaries alone take {size_text(rest)}: take a smaller micro-batch or sequence, or "
             f'another activation_checkpointing.policy than "{policy}"'
         )
+    excluded = []
     for times in (2**i for i in range(MOST_DOUBLINGS + 1)):
         devices, sharded = described_gpus(name, plan.gpus * times, per_host=plan.gpus_per_node), over_zero(step, times)
         try:
             stages = bytes_by_stage(step.model, merged(_given(step), sharded), devices=devices)
         except ConfigError:  # a batch size or mesh of the config that this number of GPUs does not divide
+            excluded.append(plan.gpus * times)
             continue
         for stage, found in stages.items():
             if stage >= step.config.zero_optimization.stage and found.total + rest <= most:
                 on = f" with {keys_as_json(sharded)}" if sharded else ""
                 yield f"ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would fit, by the formula"
+    apart = f", apart from {either(excluded)}, which the config's batch sizes or mesh exclude" if excluded else ""
+    yield f"no ZeRO stage on up to {plan.gpus * 2**MOST_DOUBLINGS} of these GPUs would fit, by the formula{apart}"
 
 
 def _given(step: TrainStep) -> dict[str, Any]:

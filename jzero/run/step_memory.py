@@ -16,6 +16,7 @@ from jzero.data.curriculum import Curriculum
 from jzero.display.slow_work import compiling, slow_work
 from jzero.display.text_table import size_text, text_table
 from jzero.distributed import heartbeat
+from jzero.distributed.host_collectives import run_on_all
 from jzero.distributed.machine import fullest_first
 from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
@@ -138,14 +139,14 @@ def fits_data(step: TrainStep, loader: DataLoader, cut: Callable[[PyTree], PyTre
     Returns:
       False if only the first step can tell: of data without a length, which are not read ahead.
     """
-    if usable_memory_here() is None or (part := loader.first()) is None:
+    if usable_memory_here() is None or (part := run_on_all("training_data", loader.first)) is None:
         return False
     try:
         step.prepare([cut(part)] * step.batch_sizes.accum, None, skip, rows=step.micro_size)
         check_memory(step)
     except OutOfMemoryError:
         raise
-    except Exception:  # the script may change these batches, or give the loss more
+    except Exception:  # the script may change these batches, or give the loss more; raised by all processes or none
         step.first = None  # no report traces this input
         return False
     return True

@@ -24,6 +24,7 @@ from jzero.mesh import BATCH_AXES, PIPE, batch_spec, present, replicas
 from jzero.model import ENDS, STACK, StackModel, replace_state
 from jzero.passes.stack import fetch_params
 from jzero.pipeline import vocab_parallel
+from jzero.pipeline.carry import from_stage, select, send
 from jzero.pipeline.stages import divided_vocabulary
 from jzero.spread.spread_model import SpreadModel, on_group
 from jzero.step.batch import host_arrays, place_batch
@@ -347,31 +348,29 @@ def _through_stages(setup: Setup, layer: Callable, pair: WeightPair, make: Make,
     cache is updated in place. What has no columns (the state of a recurrent layer) is selected.
     """
     stages, chunks, in_place = setup.mesh.shape[PIPE], setup.config.pipeline.chunks, _has_columns(make, length)
-    stage, ring = lax.axis_index(PIPE), [(s, (s + 1) % stages) for s in range(stages)]
+    stage = lax.axis_index(PIPE)
     layers: list[list[WeightPair]] = [list(zip(*pair, strict=True))]
     if setup.passes.view.layer_axis:
         pieces = [[jax.tree.map(lambda w, i=i: w[i], one) for one in layers[0]] for i in range(leading_dim(pair))]
         n = len(pieces) // chunks
         layers = [[one for piece in pieces[c * n : (c + 1) * n] for one in piece] for c in range(chunks)]
 
-    def kept(select: Callable, new: PyTree, old: PyTree) -> PyTree:
+    def kept(mine: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         leaves = zip(in_place, *map(jax.tree.leaves, (new, old)), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(new), [x if has else select(x, y) for has, x, y in leaves])
+        return jax.tree.unflatten(jax.tree.structure(new), [x if has else select(mine, x, y) for has, x, y in leaves])
 
     def run(x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         def turn(t: jax.Array, carry: PyTree, chunk: list[WeightPair]) -> PyTree:
             x, y, cache = carry
-            select = partial(jnp.where, stage == t)
-            x = jax.tree.map(lambda y, x: select(lax.ppermute(y, PIPE, ring), x), y, x)
+            x = select(stage == t, send(y, +1, stages=stages, wraps=True), x)
             y, new = _in_sequence(layer, chunk, x, cache)
-            return x, y, [kept(select, *both) for both in zip(new, cache, strict=True)]
+            return x, y, [kept(stage == t, *both) for both in zip(new, cache, strict=True)]
 
         y, new = x, []
         for chunk, of_chunk in zip(layers, cache, strict=True):
             x, y, of_chunk = lax.fori_loop(0, stages, partial(turn, chunk=chunk), (x, y, of_chunk))
             new.append(of_chunk)
-        is_last = stage == stages - 1
-        return jax.tree.map(lambda y: lax.psum(jnp.where(is_last, y, 0), PIPE).astype(y.dtype), y), new
+        return from_stage(stage == stages - 1, y), new
 
     return run, [[make(length) for _ in chunk] for chunk in layers]
 

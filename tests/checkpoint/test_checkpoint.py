@@ -320,3 +320,11 @@ def test_other_mistakes(tmp_path):
     with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> has type object"):
         save(state(), tmp_path, "a", notes={"x": object()})
     wait()
+
+
+def test_a_tree_with_a_branch_named_fp8_is_compared(tmp_path):
+    """Only a train state's histories of that name may be missing."""
+    save({"fp8": {"a": jnp.ones(3)}}, tmp_path, "one").wait()
+    like = {"fp8": {"b": jnp.ones(4)}}
+    with pytest.raises(jzero.ConfigError, match=r"missing fp8/b \(4,\)"):
+        restore(tmp_path, shardings(like), shapes=like)

@@ -13,6 +13,18 @@ X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
 KEY = jax.random.key(3)
 
 
+class Normed(nnx.Module):
+    """Six features to three, with batch norm."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.last = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))
+
+
 def mean_square(module, batch):
     return (module(batch) ** 2).mean()
 

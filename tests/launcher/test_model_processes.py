@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 PROGRAM = '''
 import json
-import jax, jax.numpy as jnp, numpy as np, optax
+import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from flax import nnx
 import jzero
 
@@ -85,6 +85,8 @@ class Checked(Bigrams):
         assert len(batch) == 2 // jax.process_count()
         if 7 in batch:
             raise jzero.ConfigError("has a 7")
+        if 6 in batch:
+            raise KeyError("has a 6")
 
 
 def refused(devices):
@@ -92,12 +94,12 @@ def refused(devices):
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     model = jzero.from_flax(Checked, lambda model, batch: model.table(batch).mean())
     engine = jzero.initialize(model=model, config=config, mesh=jzero.make_mesh(devices=devices))[0]
-    try:
-        engine.train_batch(np.array([[1, 2], [3, 7]]))
-    except jzero.ConfigError as error:
-        assert str(error) == "has a 7"
-        return {"refused": 1.0}
-    raise AssertionError("a step ran")
+    for last, own, elsewhere in ((7, "has a 7", "has a 7"), (6, "'has a 6'", "process 1: KeyError: 'has a 6'")):
+        with pytest.raises((jzero.ConfigError, KeyError)) as caught:
+            engine.train_batch(np.array([[1, 2], [3, last]]))
+        alone = jax.process_count() == 1 or jax.process_index() == 1
+        assert (own if alone else f"the first batch: {elsewhere}").endswith(str(caught.value)), caught
+    return {"refused": 1.0}
 
 
 def criterion(outputs, labels):

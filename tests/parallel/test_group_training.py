@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.oracle import train
+from helpers.plain_flax import Normed
 from helpers.tensor_models import BATCH, LR, VOCAB, WIDTH, batches, errors, make_step
 
 import jzero
@@ -22,16 +23,6 @@ def test_quantized_weights_stay_as_near_as_without_the_axis(axis):
 
 
 ALL = {"zero": 2, "context": 2, "tensor": 2}
-
-
-class Normed(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(6, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
-        self.last = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.relu(self.norm(self.first(x))))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

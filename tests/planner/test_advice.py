@@ -95,19 +95,37 @@ def test_what_is_meant_to_be_so():
     assert warn(text="  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n", gpu="t4") == ()  # has no cuDNN attention
 
 
+def told_too_large(step, gpus, most):
+    """The line about a plan of a step that needs its state alone."""
+    size = state_bytes(step).total
+    memory = SimpleNamespace(
+        usable=SimpleNamespace(most=most(size)),
+        peak_bytes=size,
+        largest="masters",
+        parts={"masters": 256},
+        verdict="no",
+    )
+    return too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=gpus, gpus_per_node=4, memory=memory))
+
+
 def test_a_step_too_large_whose_stage_shards_nothing():
     """Masters and moments of 64 parameters, 768 bytes, are a quarter on each of four GPUs that shard."""
     zero = {"stage": 1}
     config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
     mesh = jzero.make_mesh(data=4, zero=1, devices=described_gpus("h100", 4))
     step = jzero.make_train_step(Net(), config | {"mesh": {"data": 4, "zero": 1}}, mesh=mesh)
-    size = state_bytes(step).total
-    memory = SimpleNamespace(
-        usable=SimpleNamespace(most=size - 256),
-        peak_bytes=size,
-        largest="masters",
-        parts={"masters": 256},
-        verdict="no",
-    )
-    line = too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=4, gpus_per_node=4, memory=memory))
+    line = told_too_large(step, 4, lambda size: size - 256)
     assert 'ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would fit, by the formula' in line
+
+
+def test_a_step_too_large_for_all_gpus_that_its_batch_divides_over():
+    """Numbers of GPUs that the config excludes were not tried, which the line says."""
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {}}}
+    step = jzero.make_train_step(Net(), config, mesh=jzero.make_mesh(devices=described_gpus("h100", 2)))
+    line = told_too_large(step, 2, lambda size: 0)
+    assert "no ZeRO stage on up to 128 of these GPUs would fit" in line
+    assert "apart from 8, 16, 32, 64 or 128, which the config's batch sizes or mesh exclude" in line
+    single = told_too_large(
+        jzero.make_train_step(Net(), config | {"train_batch_size": 128}, mesh=step.mesh), 2, lambda size: 0
+    )
+    assert single.endswith("would fit, by the formula")

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.plain_flax import Normed
 from helpers.sampling import keep, some
 
 import jzero
@@ -44,16 +45,6 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(6, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
-        self.last = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.relu(self.norm(self.first(x))))
-
-
 class LinenNet(linen.Module):
     axis_name: str | None = None
 
@@ -65,7 +56,7 @@ class LinenNet(linen.Module):
 
 
 def nnx_model(**more):
-    return jzero.from_flax(Net, lambda m, b: cross_entropy(m(b["x"]), b["y"]), **more)
+    return jzero.from_flax(Normed, lambda m, b: cross_entropy(m(b["x"]), b["y"]), **more)
 
 
 def linen_model(axis_name=None, **more):
@@ -82,7 +73,7 @@ def pmap_model():
 
 def plain_nnx(params, step):
     """Train with Flax and optax alone; return losses, parameters by name, the loss of an evaluation."""
-    module = Net(nnx.Rngs(0))
+    module = Normed(nnx.Rngs(0))
     state = nnx.state(module, nnx.Not(nnx.RngState))
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
     nnx.update(module, state)
@@ -163,7 +154,7 @@ STATISTICS = {"mean": np.full(8, 0.5, np.float32), "var": np.full(8, 4.0, np.flo
 def frozen_nnx():
     """A net whose statistics are those of another run, and its parameters."""
 
-    class Frozen(Net):
+    class Frozen(Normed):
         def __init__(self, rngs):
             super().__init__(rngs)
             self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)

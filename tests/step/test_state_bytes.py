@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.fp8 import FP8
 from helpers.sampling import keep, sample
+from helpers.tensor_models import make_step
 
 import jzero
 from jzero.planner import gpu_devices
@@ -229,3 +231,10 @@ def test_the_table_by_module():
     assert norms["mlp_norm"][1:] == ["384", "B", "768", "B", "192", "B", "192", "B", "1.50", "KiB"]  # 3 layers x 64 / 2
     assert rows["embed"][1:3] == rows["head"][1:3]
     assert rows["other optimizer state"][-2:] == [str(COUNTERS), "B"]
+
+
+def test_the_bytes_of_fp8_histories_are_counted():
+    recipes = FP8, FP8 | {"fp8": {**FP8["fp8"], "recipe": "delayed"}}
+    current, delayed = (make_step("llama", precision=precision, zero=8, stage=2) for precision in recipes)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(delayed.state_shapes.fp8))
+    assert state_bytes(delayed).optimizer - state_bytes(current).optimizer == size > 0

@@ -26,11 +26,13 @@ from helpers.reference import (
     prepare,
     train,
 )
+from helpers.refusals import compilations
 from helpers.sampling import keep
 
 import jzero
 from jzero.model import stack_loss
 from jzero.passes.gradients import sums_of_squares
+from models.mlp import MLP, cross_entropy
 
 
 @pytest.mark.parametrize("stage", keep(range(4), [3]))
@@ -234,3 +236,16 @@ def test_the_norms_collectives_follow_the_parameters_in_every_process():
 
     assert order(groups) == groups
     assert order(groups[::-1]) == groups[::-1]
+
+
+def test_a_small_batch_of_numpy_compiles_once():
+    """What reads the program of the first step finds that of the call, which takes the batch as it is."""
+    config = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    one_device = jzero.make_mesh(devices=jax.devices()[:1])
+    step = jzero.make_train_step(jzero.from_flax(MLP, cross_entropy), config, mesh=one_device)
+    batch = np.zeros((16, 784), np.float32), np.zeros(16, np.int32)
+    state, _ = step(step.init(jax.random.key(0)), batch)
+    before = len(compilations)
+    step.traced.lower().compile()
+    step(state, batch)
+    assert len(compilations) == before
