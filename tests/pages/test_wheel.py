@@ -67,7 +67,7 @@ def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
 @pytest.mark.processes
 @pytest.mark.gpu_compile
 def test_the_notebook_installs_the_wheel_and_runs(wheel, tmp_path, monkeypatch):
-    """As in Colab: an environment with a kernel alone, and the wheel beside the notebook, whose first cell installs it."""
+    """As in Colab: an environment with a kernel, and the wheel beside the notebook, whose first cell installs it."""
     monkeypatch.setenv("PIP_CONSTRAINT", str(ROOT / "constraints.txt"))
     place, python = tmp_path / "place", tmp_path / "venv/bin/python"
     place.mkdir()
