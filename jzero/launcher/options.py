@@ -156,7 +156,7 @@ OTHERS = {
     ),
     "demo": Command(
         "Train a byte-level Llama of 0.5 M parameters on Python's documentation; print its curve and three samples.",
-        [option("--steps N", "default 160, under a minute on two cores", type=int, default=160)],
+        [option("--steps N", "default 140, under a minute on two cores", type=int, default=140)],
     ),
     "recipes": Command(
         "List configs of published models on H100s and H200s: planned speed and memory, days and cost. With a name, "

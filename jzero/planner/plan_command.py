@@ -69,13 +69,14 @@ def start_jax(args: Namespace) -> None:
     """Start JAX without GPUs, and load its CUDA compiler if something will be compiled.
 
     Raises:
-      ConfigError: an unknown GPU, GPUs that do not fill hosts, or no CUDA compiler.
+      ConfigError: an unknown GPU, GPUs that do not fill hosts, no config, or no CUDA compiler.
     """
     cluster = _cluster(args)
     gpu(cluster.gpu)
     if args.nodes < 1 or args.gpus_per_node < 1:
         raise ConfigError(f"--nodes {args.nodes} --gpus_per_node {args.gpus_per_node}: must be positive")
     jax.config.update("jax_platforms", "cpu")
+    read_config(args.config)  # a file that is not there comes before what to install
     if not args.formula:
         cluster.devices()
 

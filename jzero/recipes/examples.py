@@ -13,7 +13,7 @@ from jzero.data.chat import Chat, Pairs
 from jzero.data.conversations import LengthLimit
 from jzero.data.packing import PackedRows, pieces_of
 from jzero.data.template import Encoded, Template, how_to_read, read_messages
-from jzero.errors import ConfigError, install_command, no_such_directory, some_of
+from jzero.errors import ConfigError, install_command, some_of
 from jzero.tree import PyTree
 
 KINDS = {  # kind -> its fields; the first that fits
@@ -127,7 +127,7 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path} row {number}", row) for number, row in enumerate(_table(path), 1))
         return
     if not path.is_file():
-        raise ConfigError(no_such_directory(path, "file or directory"))
+        raise ConfigError(f"{path}: no such file or directory")
     if path.suffix not in (".json", ".jsonl"):
         try:
             text = path.read_text(encoding="utf-8")

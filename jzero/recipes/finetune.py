@@ -24,7 +24,8 @@ from jzero.step.evaluate import make_eval_step
 from jzero.tree import PyTree
 from jzero.values.parameters import did_you_mean
 
-SAMPLES, HEAD, PROMPT, NEW = 3, 16, 256, 64  # samples; tokens of a text's beginning, of a prompt at most, and new ones
+SAMPLES, ROWS = 3, 64  # samples of different prompts, and the rows among which these are sought
+HEAD, PROMPT, NEW = 16, 256, 64  # tokens of a text's beginning, of a prompt at most, and new ones
 
 
 class Tuned(NamedTuple):
@@ -173,10 +174,10 @@ def is_quantized(choices: Choices) -> bool:
 def sample_continuations(engine: Engine, choices: Choices, tokenizer: Any) -> list[tuple[str, str]]:
     """Continue some rows' prompts, or the beginnings of texts, with the most probable tokens."""
     from_rows = choices.held if len(choices.held) else choices.train
-    few = from_rows[np.unique(np.linspace(0, len(from_rows) - 1, SAMPLES).astype(int))]
+    few = from_rows[np.unique(np.linspace(0, len(from_rows) - 1, ROWS).astype(int))]
     rows: Mapping[str, PyTree] = choices.data.rows(few)
     rows = rows.get(SIDES[0], rows)
-    prompts = [prompt_of({name: x[i] for name, x in rows.items()}) for i in range(len(few))]
+    prompts = different_prompts(rows)
     width = max(map(len, prompts))
     end = tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -186,6 +187,19 @@ def sample_continuations(engine: Engine, choices: Choices, tokenizer: Any) -> li
     found = engine.generate(padded, NEW, attention_mask=mask, numpy=True, **ends)
     texts = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return list(zip(map(tokenizer.decode, prompts), texts, strict=True))
+
+
+def different_prompts(rows: Mapping[str, np.ndarray]) -> list[list[int]]:
+    """Return the prompts of at most `SAMPLES` rows, none twice.
+
+    >>> tokens = np.array([[5, 6, 7], [5, 6, 8], [9, 6, 7]])
+    >>> different_prompts({"inputs": tokens, "labels": np.array([[-1, 7, 8]] * 3)})
+    [[5, 6], [9, 6]]
+    """
+    found = dict.fromkeys(
+        tuple(prompt_of(dict(zip(rows, row, strict=True)))) for row in zip(*rows.values(), strict=True)
+    )
+    return [list(prompt) for prompt in found][:: max(1, len(found) // SAMPLES)][:SAMPLES]
 
 
 def prompt_of(row: Mapping[str, np.ndarray]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ def starting_point(model: str, tokenizer: str | None) -> StartingPoint:
     Raises:
       ConfigError: there is none, or it has no tokenizer.
     """
+    # Without PyTorch, transformers advises to install it; tokenizers do not need it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -41,7 +41,7 @@ def _stage(*stages: int) -> Applies:
 
 
 MICRO = (_always, "a larger train_micro_batch_size_per_gpu, while the memory lasts")
-BF16 = (lambda config: config.precision == "fp32", "bf16.enabled: true")
+BF16 = (lambda config: config.precision == "fp32", "bf16.enabled: true, on GPUs")
 
 # Parts of the clock in which the devices wait -> the rule.
 WAITED = {

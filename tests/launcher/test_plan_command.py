@@ -48,6 +48,13 @@ def test_a_plan(jzero_plan, tmp_path):
     assert record["budget"]["cost"] == pytest.approx(2 * record["budget"]["gpu_hours"])
 
 
+def test_a_missing_config_comes_before_a_missing_compiler(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpus, "_topology", None)
+    assert cli.main(["plan", "absent.json"]) == 2
+    assert "absent.json" in capsys.readouterr().err
+
+
 def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
     """Stage 3: 16 bytes a parameter of 7.24 billion over 8 GPUs, and the sum of one micro-batch is in bf16."""
     monkeypatch.setattr(gpus, "_topology", None)

@@ -93,9 +93,11 @@ def test_a_mistake_in_a_file_is_one_line(lines, words, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="no such file or directory"):
-        read_examples(tmp_path / "none.jsonl")
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("none.jsonl", tmp_path / "none.jsonl"):
+        with pytest.raises(ConfigError, match=r"none.jsonl: no such file or directory$"):
+            read_examples(path)
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(ConfigError, match="is no text in UTF-8"):
         read_examples(tmp_path / "a.txt")

@@ -1,6 +1,8 @@
 """`jzero finetune` lowers the loss on every kind of sample, and writes what `transformers` and peft load."""
 
 import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -285,6 +287,15 @@ def test_the_command_has_every_option():
     assert vars(parsed) == {"model": "m", "data": "d", "steps": 3, "pack": False, "lr": 1e-3}
     names = {settings.get("dest", flags[0].lstrip("-")) for flags, settings in options.FINETUNE}
     assert names == set(Options.__dataclass_fields__)
+
+
+def test_without_pytorch_nothing_advises_to_install_it():
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "from jzero.recipes.starting_point import starting_point; starting_point('llama:tiny', None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert "PyTorch" not in done.stderr
 
 
 def test_models_by_name(directory):
