@@ -14,7 +14,7 @@ from jzero.recipes.choices import Options
 from jzero.recipes.examples import Examples
 from jzero.recipes.finetune import finetune, train
 from jzero.recipes.fitting import Fit
-from jzero.recipes.starting_point import StartingPoint, find_directory, starting_point
+from jzero.recipes.starting_point import StartingPoint, starting_point
 from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
 from models.preferences import PreferenceDecoder
@@ -175,11 +175,14 @@ def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys)
     (tmp_path / "full" / "file").touch()
     for words, said in (
         (["none/none", data("chat")], "none/none: no such directory, and not in the cache"),
-        (["qwen3-9b", data("chat")], "qwen3-9b: no such directory; must be one, a hub id such as"),
+        (
+            ["qwen3-9b", data("chat")],
+            "model 'qwen3-9b' is unknown: must be a directory with config.json, a hub id",
+        ),
         (["qwen3-8b", data("chat"), "--method", "qlora"], "--method qlora: qwen3-8b has no weights to quantise"),
         ([directory, tmp_path / "none.jsonl"], "none.jsonl: no such file or directory"),
         ([directory, data("chat"), "--out", tmp_path / "full"], "exists and is not an empty directory"),
-        ([tmp_path / "full", data("chat")], "has no tokenizer that can be read"),
+        ([tmp_path / "full", data("chat")], "full/config.json: no such file or directory"),
     ):
         assert cli.main(["finetune", *map(str, words)]) == 2
         error = capsys.readouterr().err
@@ -288,8 +291,13 @@ def test_the_command_has_every_option():
 
 
 def test_models_by_name(directory):
-    assert find_directory(str(directory)) == directory
-    assert find_directory("qwen3-8b") is None
+    assert starting_point(str(directory), None).directory == directory
     start = starting_point("qwen3-0.6b", None)
     assert (start.shape.d_model, start.shape.vocab_size, start.directory) == (1024, 258, None)
+    assert starting_point("llama:tiny", None).shape.num_layers == 4
+    assert starting_point("moe:mixtral-8x7b", None).shape.mixture.num_experts == 8
+    with pytest.raises(ConfigError, match="gpt2:xl is a gpt2: jzero finetune tunes decoders"):
+        starting_point("gpt2:xl", None)
+    with pytest.raises(ConfigError, match=r"model 'tiny' is unknown: must be .*; did you mean 'llama:tiny'\?"):
+        starting_point("tiny", None)
     assert starting_point("qwen3-0.6b", str(directory)).tokenizer.chat_template == byte_tokenizer().chat_template
