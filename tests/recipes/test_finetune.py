@@ -9,6 +9,7 @@ from flax import nnx
 
 from jzero import cli
 from jzero.errors import ConfigError
+from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.recipes import choices
 from jzero.recipes.choices import Options
 from jzero.recipes.examples import Examples
@@ -243,6 +244,18 @@ def test_a_rate_stays_when_the_config_has_another_optimizer():
     own = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
     made = choices.merged_sections(own, {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}})
     assert made["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": 0.5}}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 40, 90])
+def test_no_step_is_taken_at_rate_zero(steps):
+    """The warm-up is a line through 0 before the first step; the cosine ends after the last."""
+    section = choices.warmup_cosine(2e-4, steps)
+    schedule = make_lr_schedule(section["type"], section["params"], 2e-4)
+    rates, warmup = np.array([schedule.lr(n) for n in range(steps)]), max(1, steps // 30)
+    np.testing.assert_allclose(rates[:warmup], [2e-4 * (n + 1) / (warmup + 1) for n in range(warmup)], rtol=1e-6)
+    cosine = (1 + np.cos(np.pi * np.arange(steps - warmup) / max(1, steps - warmup))) / 2
+    np.testing.assert_allclose(rates[warmup:], 2e-4 * cosine, rtol=1e-5, atol=1e-10)  # 2e-4 in float32
+    assert (rates > 0).all()
 
 
 class Losses:
