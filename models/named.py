@@ -1,14 +1,24 @@
-"""Decoders by the names under which they were published, with the shapes of their config.json."""
+"""`find_model`: models by name, as a published one, a directory or a download. One table has all names of shapes."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jzero.errors import ConfigError
-from jzero.values.kinds import closest
+from jzero.values.parameters import did_you_mean
+from jzero.weights.load import from_cache
 
+from . import hub, llama
+from .decoder import Decoder
 from .decoder_config import DecoderConfig, check_fields
+from .gpt2 import GPT2, GPT2Config
+from .moe import MixtureConfig
 from .rope import RopeScaling
+
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def _llama(layers: int, width: int, heads: int, wide: int, stretch: float | None = None, **more) -> DecoderConfig:
@@ -32,7 +42,12 @@ def _mistral(vocab_size: int, theta: float, window: int | None) -> DecoderConfig
     )
 
 
-MODELS = {
+def _gpt2(layers: int, width: int, heads: int) -> GPT2Config:
+    return GPT2Config(layers, width, heads, 4 * width, pad_vocab_to=128)
+
+
+SHAPES: dict[str, Any] = {
+    # Published decoders, with the shapes of their config.json.
     "llama3-8b": _llama(32, 4096, 32, 14336),
     "llama3-70b": _llama(80, 8192, 64, 28672),
     "llama3.1-8b": _llama(32, 4096, 32, 14336, 8.0),
@@ -48,14 +63,84 @@ MODELS = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-}
+    # Mixtral (Jiang et al., arXiv:2401.04088) and Qwen3-MoE (Yang et al., arXiv:2505.09388).
+    "moe:mixtral-8x7b": DecoderConfig(
+        32, 4096, 32, 8, 14336, rope_theta=1e6, family="mixtral", mixture=MixtureConfig(8, 2, 14336)
+    ),
+    "moe:qwen3-30b-a3b": DecoderConfig(
+        48, 2048, 32, 4, 6144, vocab_size=151_936, rope_theta=1e6, norm_eps=1e-6, family="qwen3_moe", head_width=128,
+        qk_norm="shared", mixture=MixtureConfig(128, 8, 768),
+    ),
+    # GPT-2 (Radford et al., 2019), with a vocabulary that matmuls like.
+    "gpt2:small": _gpt2(12, 768, 12),
+    "gpt2:medium": _gpt2(24, 1024, 16),
+    "gpt2:large": _gpt2(36, 1280, 20),
+    "gpt2:xl": _gpt2(48, 1600, 25),
+    # Sizes of Llama with a small vocabulary, for benchmarks and tests.
+    **{f"llama:{name}": shape for name, shape in llama.PRESETS.items()},
+}  # fmt: skip
 
 
-def named(name: str, **changes) -> DecoderConfig:
-    """Return the shape of a published model, with changes: `named("qwen3-8b", num_layers=2)`."""
-    if name not in MODELS:
-        close = closest(name, MODELS)
-        fix = f"did you mean {close}?" if close else f"choose one of {', '.join(MODELS)}"
-        raise ConfigError(f"model {name!r} is unknown; {fix}")
-    check_fields(DecoderConfig, changes)
-    return dataclasses.replace(MODELS[name], **changes)
+class FoundModel(NamedTuple):
+    """A model that was found by its name.
+
+    Attributes:
+      module: the class of Flax modules that the shape makes: `module(shape, rngs=rngs)`.
+      directory: of its config.json, weights and tokenizer; None: a shape alone.
+    """
+
+    name: str
+    shape: Any
+    module: type
+    directory: Path | None = None
+
+    @property
+    def kind(self) -> str:
+        """The model's type in the words of `transformers`."""
+        return self.shape.download.config["model_type"] if self.directory else self.name.partition(":")[0]
+
+    @property
+    def note(self) -> str:
+        """A line about a shape that has the layers of a published model and another vocabulary; "" for others."""
+        for name, one in SHAPES.items() if isinstance(self.shape, llama.LlamaConfig) else ():
+            if name.startswith("llama3") and _layers(one) == _layers(self.shape):
+                words = "{} has the layers of {}, and a vocabulary of {:,} instead of {:,}"
+                sizes = self.shape.vocab_size, one.vocab_size
+                return words.format(self.name, name, *sizes) if sizes[0] != sizes[1] else ""
+        return ""
+
+
+def find_model(name: str, **changes: Any) -> FoundModel:
+    """Find a model by name: `find_model("qwen3-8b", num_layers=2).shape`.
+
+    Args:
+      name: a directory with config.json, a hub id that is in the local cache, or one of SHAPES.
+      changes: of fields of its shape.
+
+    Raises:
+      ConfigError: there is none, it has no such field, or jzero's models lack what it has.
+    """
+    directory = from_cache(name)
+    if directory.is_dir():
+        shape = hub.config_from_hf(directory, **changes)
+        return FoundModel(name, shape, hub.MODELS[shape.download.config["model_type"]][0], directory)
+    if name not in SHAPES:
+        raise ConfigError(_unknown(name))
+    shape = SHAPES[name]
+    check_fields(type(shape), changes)
+    module = {llama.LlamaConfig: llama.Llama, GPT2Config: GPT2}.get(type(shape), Decoder)
+    return FoundModel(name, dataclasses.replace(shape, **changes), module)
+
+
+def _unknown(name: str) -> str:
+    """Say what a name must be; a short name, as 8b, stands behind the colon of a longer one."""
+    if _HUB_ID.fullmatch(name):
+        return f"{name}: no such directory, and not in the cache of downloads; fetch it with: hf download {name}"
+    longer = [known for known in SHAPES if known.endswith(f":{name}")]
+    hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)
+    kinds = f"a directory with config.json, a hub id such as Qwen/Qwen3-8B, or one of {', '.join(SHAPES)}"
+    return f"model {name!r} is unknown: must be {kinds}; for jzero plan and import also package.module:function{hint}"
+
+
+def _layers(shape: Any) -> tuple[int, ...]:
+    return shape.num_layers, shape.d_model, shape.num_heads, shape.d_ff

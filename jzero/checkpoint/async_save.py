@@ -22,14 +22,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._compat import before_threads_end
 from jzero.checkpoint.checksums import is_key
 from jzero.checkpoint.directory import DEFAULT_TAG, STATE, begin_draft, checkpoint_path, commit, draft_path
 from jzero.checkpoint.lock import check_lock, hold
-from jzero.checkpoint.orbax_trees import nest, silence_orbax
+from jzero.checkpoint.orbax_trees import import_orbax, nest
 from jzero.checkpoint.snapshot import copy_to_pinned_memory, has_room, snapshot
 from jzero.display.slow_work import slow_work
 from jzero.distributed import heartbeat
@@ -160,6 +159,7 @@ def save(
         Raised on all processes.
     """
     global _last
+    import_orbax()
     began = time.time()
     wait_ignoring_errors()
     leaves = named(state)
@@ -286,7 +286,7 @@ def _write(save: Save, copies: dict[str, jax.Array], finish: Callable[[], None])
 def _complete(path: Path, copies: dict[str, jax.Array], finish: Callable[[], None]) -> str | None:
     """Run both phases of a save; return the reason if it failed on any process, else None."""
     draft, present = draft_path(path), list[Presence]()  # the second is empty until this host sees the draft
-    silence_orbax()
+    ocp = import_orbax()
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # floats hardly compress
 
     def arrays() -> None:

@@ -10,11 +10,11 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Sharding
@@ -35,13 +35,18 @@ ITEMS = ("params", "default", "pytree")  # names under which Orbax stores a tree
 
 
 @functools.cache
-def silence_orbax() -> None:
-    """Drop the tracebacks that follow a failed read or write, in this process from now on.
+def import_orbax() -> ModuleType:
+    """Import `orbax.checkpoint`, and drop the tracebacks that follow a failed read or write from now on.
+
+    It takes 0.3 s, which a script that neither saves nor loads does not spend. The script's own thread imports it:
+    Python's threading accepts no functions to call at its end from a thread that outlives the script.
 
     Orbax closes its event loop at the first error. Every other file operation in flight then fails with "Event loop is
     closed", and Python reports each abandoned task and coroutine: hundreds of tracebacks for one damaged file. When a
     save fails, every thread of Orbax logs a traceback, over 100 lines, before the caller gets the same exception.
     """
+    import orbax.checkpoint as ocp
+
     before = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
@@ -54,6 +59,7 @@ def silence_orbax() -> None:
     sys.unraisablehook = hook
     logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and ORBAX_FILE in record.pathname))
     logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record))
+    return ocp
 
 
 def _is_of_orbax(record: logging.LogRecord) -> bool:
@@ -68,12 +74,14 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(leaves), sep="/")
 
 
-def read_arrays(path: Path, saved: PyTree, wanted: Mapping[str, ocp.ArrayRestoreArgs]) -> dict[str, jax.Array]:
+def read_arrays(path: Path, saved: PyTree, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Read the leaves of these names, each device its own part.
 
     Args:
       saved: the tree on the disk, with any leaves.
+      wanted: name -> Orbax's `ArrayRestoreArgs`.
     """
+    ocp = import_orbax()
 
     def pick(way: tuple, _: Any) -> Any:
         return wanted[path_name(way)].sharding if path_name(way) in wanted else ocp.PLACEHOLDER
@@ -100,7 +108,7 @@ def read_params(directory: str | os.PathLike, model: Any, shapes: PyTree, shardi
         extra or of another shape. Raised on all processes.
       CheckpointError: the checkpoint is damaged. Raised on all processes.
     """
-    silence_orbax()
+    ocp = import_orbax()
     check_same(TOPIC, {"params": str(directory)})
     path = run_on_all(TOPIC, lambda: _find(local_path(directory, "params")))
     saved = read_on_all(TOPIC, lambda: ocp.PyTreeCheckpointHandler().metadata(path).tree, path)

@@ -13,13 +13,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from jzero.checkpoint.async_save import wait_ignoring_errors
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.directory import STATE, find_checkpoint, read_notes
-from jzero.checkpoint.orbax_trees import nest, read_arrays, silence_orbax
+from jzero.checkpoint.orbax_trees import import_orbax, nest, read_arrays
 from jzero.distributed.host_collectives import check_same, gather_texts, read_on_all, run_on_all
 from jzero.errors import CheckpointError, ConfigError, in_a_line, some_of
 from jzero.tree import differences
@@ -101,7 +100,7 @@ class Checkpoint:
         Raises:
           CheckpointError: missing or damaged files; the message names the damaged leaves.
         """
-        silence_orbax()
+        ocp = import_orbax()
         wanted = {name: ocp.ArrayRestoreArgs(sharding=sharding) for name, sharding in shardings.items()}
         read = read_on_all("reading", lambda: read_arrays(self.path / STATE, nest(self.dtypes), wanted), self.path)
         wrong = [n for n, s in zip(sorted(read), np.asarray(checksums(read)), strict=True) if int(s) != self.sums[n]]

@@ -138,14 +138,13 @@ FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
     option("--config FILE", "sections of a config that replace the chosen ones"),
     option("--seed N", "default 0", type=int),
 ]
+MODEL = "a directory of transformers, a hub id in the local cache, or a shape by name: qwen3-8b, llama:tiny, ..."
 OTHERS = {
     "finetune": Command(
         "Tune a model on a file, and write a directory that transformers and vLLM load. Every choice is printed with "
         "the option that changes it.",
         [
-            option(
-                "model MODEL", "a directory of transformers, a hub id in the local cache, or a preset: qwen3-8b, ..."
-            ),
+            option("model MODEL", MODEL),
             option(
                 "data DATA",
                 "JSONL (text; prompt, completion; messages; prompt, chosen, rejected), a text file, "
@@ -180,9 +179,8 @@ OTHERS = {
             option("config CONFIG", "a config file"),
             option(
                 "--model NAME",
-                "a published model (llama3-8b, qwen3-8b, mistral-7b, ...), llama:PRESET, gpt2:PRESET, moe:PRESET, a "
-                "directory with config.json, or package.module:function, which returns a model, or it and a function "
-                "from the global batch size to the batch's shapes (default llama:8b)",
+                f"{MODEL}, or package.module:function, which returns a model, or it and a function from the global "
+                "batch size to the batch's shapes (default llama:8b)",
                 default="llama:8b",
             ),
             option("--set FIELD=VALUE", "change a preset's shape: num_layers=16", action="append", default=[]),
@@ -238,7 +236,7 @@ OTHERS = {
         [
             option("directory DIR", "DeepSpeed's save_checkpoint's directory"),
             option("out OUT", "the directory of the new checkpoint", nargs="?"),
-            option("--model NAME", "llama:8b, gpt2:xl, moe:mixtral-8x7b or package.module:function", required=True),
+            option("--model NAME", f"{MODEL}, or package.module:function", required=True),
             option("--config FILE", "default: the checkpoint's own"),
             option("--tag TAG", "the checkpoint in DIR (default: the latest)"),
             option("--names", "print the names and shapes of both sides, and propose"),

@@ -1,4 +1,4 @@
-"""The models that `jzero plan --model` names: presets, downloads, or the user's own by module and function."""
+"""The models that `jzero plan --model` names: those of `jzero.models.named`, or the user's own function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import jax
 import numpy as np
@@ -22,47 +22,53 @@ from jzero.model import Model
 from jzero.tree import PyTree
 from jzero.values.parameters import did_you_mean
 
+if TYPE_CHECKING:
+    from jzero.models.named import FoundModel
+
 Shapes = Callable[[int], PyTree]
-LLAMA3 = {"8b": "llama3-8b", "70b": "llama3-70b", "405b": "llama3.1-405b"}  # whose layers the presets have
-GPT2 = {  # layers, width, heads, width of the MLP (Radford et al., 2019)
-    "small": (12, 768, 12, 3072),
-    "medium": (24, 1024, 16, 4096),
-    "large": (36, 1280, 20, 5120),
-    "xl": (48, 1600, 25, 6400),
-}
 
 
 def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[Model, Shapes]:
     """Return a model, and the function from the global batch size to the shapes of a batch.
 
     Args:
-      name: "llama3-8b" and others of models/named.py, "llama:8b", "gpt2:xl", "moe:mixtral-8x7b", a directory with
-        config.json, a download in the local cache, or "package.module:function".
+      name: as for `jzero.models.named.find_model`, or "package.module:function" of the user's own.
       sequence: tokens of a row.
-      changes: of a preset's fields, as "num_layers=16".
+      changes: of a shape's fields, as "num_layers=16".
 
     Raises:
-      ConfigError: an unknown preset, field or module, or a function that fails.
+      ConfigError: an unknown model, field or module, or a function that fails.
     """
     if sequence < 1:
         raise ConfigError(f"--seq {sequence}: must be positive")
-    family, _, rest = name.partition(":")
-    if family in ("llama", "gpt2", "moe"):
-        return _preset(family, rest, sequence, changes), tokens(sequence)
-    if not rest:
-        return _published(name, changes), tokens(sequence)
-    if changes:
-        raise ConfigError(f"--set {changes[0]}: changes a preset or a download only, not {name}")
-    made = _call(name)
-    return made if isinstance(made, tuple) else (made, tokens(sequence))
+    if _is_own(name):
+        if changes:
+            raise ConfigError(f"--set {changes[0]}: changes a preset or a download only, not {name}")
+        made = _call(name)
+        return made if isinstance(made, tuple) else (made, tokens(sequence))
+    found = _changed_model(name, changes)
+    if found.kind == "vit":
+        raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
+    shape = found.shape
+    if found.directory is None and 0 < getattr(shape, "max_positions", 0) < sequence:
+        shape = dataclasses.replace(shape, max_positions=sequence)
+    return from_flax(lambda rngs: found.module(shape, rngs=rngs)), tokens(sequence)
 
 
 def about(name: str, changes: Sequence[str] = ()) -> str:
-    """Return a line on a preset that has the layers of a published model and another vocabulary; "" for others."""
-    published = LLAMA3.get(name.removeprefix("llama:")) if name.startswith("llama:") else None
-    if published is None or any(change.startswith("vocab_size=") for change in changes):
-        return ""
-    return f"{name} has the layers of {published}, and a vocabulary of 32,000 instead of 128,256"
+    """Return a line on a shape that has the layers of a published model and another vocabulary; "" for others."""
+    return "" if _is_own(name) else _changed_model(name, changes).note
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a name is that of the user's own function."""
+    family, colon, _ = name.partition(":")
+    return bool(colon) and family not in ("llama", "gpt2", "moe") and not os.path.isdir(name)
+
+
+def _changed_model(name: str, changes: Sequence[str]) -> FoundModel:
+    found = importlib.import_module("jzero.models.named").find_model(name)
+    return found._replace(shape=_changed(found.shape, changes))
 
 
 @contextlib.contextmanager
@@ -86,44 +92,6 @@ def tokens(sequence: int) -> Shapes:
         return {key: jax.ShapeDtypeStruct((rows, sequence), np.int32) for key in ("inputs", "labels")}
 
     return shapes
-
-
-def _preset(family: str, name: str, sequence: int, changes: Sequence[str]) -> Model:
-    if family == "llama":
-        llama = importlib.import_module("jzero.models.llama")
-        shape, module = llama.preset(name), llama.Llama
-    elif family == "moe":
-        shape = importlib.import_module("jzero.models.mixtures").preset(name)
-        module = importlib.import_module("jzero.models.decoder").Decoder
-    elif name in GPT2:
-        gpt2 = importlib.import_module("jzero.models.gpt2")
-        shape = gpt2.GPT2Config(*GPT2[name], pad_vocab_to=128, max_positions=max(1024, sequence))
-        module = gpt2.GPT2
-    else:
-        raise ConfigError(f"GPT-2 preset {name!r} is unknown; choose one of {', '.join(GPT2)}")
-    shape = _changed(shape, changes)
-    return from_flax(lambda rngs: module(shape, rngs=rngs))
-
-
-def _published(name: str, changes: Sequence[str]) -> Model:
-    """Return a model of models/named.py, of a directory with config.json, or of a download in the cache."""
-    models, hub, downloads = (importlib.import_module(f"jzero.models.{part}") for part in ("named", "hub", "downloads"))
-    kind = "llama"
-    if downloads.from_cache(name).is_dir():
-        shape = hub.config_from_hf(name)
-        kind = shape.download.config["model_type"]
-        if kind == "vit":
-            raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
-    elif name in models.MODELS:
-        shape = models.named(name)
-    else:
-        fix = did_you_mean(name, models.MODELS)
-        raise ConfigError(
-            f"--model {name}: must be llama:PRESET, gpt2:PRESET, moe:PRESET, a directory with config.json, "
-            f"package.module:function, or one of {', '.join(models.MODELS)}{fix}"
-        )
-    shape = _changed(shape, changes)
-    return from_flax(lambda rngs: hub.MODELS[kind][0](shape, rngs=rngs))
 
 
 def _changed(shape: Any, changes: Sequence[str], prefix: str = "") -> Any:

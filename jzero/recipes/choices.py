@@ -144,8 +144,7 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
             f"--held_out {o.held_out}: leaves {len(train)} of {len(data)} rows, less than --batch {batch}"
         )
     steps = o.steps or max(1, round(o.epochs * len(train) / batch))
-    warmup = max(2, steps // 30)
-    config["scheduler"]["params"] = {"warmup_num_steps": warmup, "total_num_steps": max(steps, warmup + 1)}
+    config["scheduler"] = warmup_cosine(rate, steps)
     config["steps_per_print"] = max(1, steps // 10)
     config = merged_sections(config, o.config)
     shape, model = model_of(start, examples, method, o)
@@ -205,7 +204,7 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
     return {
         TRAIN: batch,
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 3}},
+        "scheduler": warmup_cosine(rate, 2),
         "gradient_clipping": 1.0,
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 3 if devices > 1 else 0},
@@ -213,6 +212,16 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "seed": o.seed,
         **({} if method == "full" else {"trainable_parameters": ["lora_"]}),
     }
+
+
+def warmup_cosine(rate: float, steps: int) -> dict[str, Any]:
+    """Return the section of a linear warm-up and a cosine, whose every step has a rate above 0.
+
+    DeepSpeed's `WarmupCosineLR` takes its first two steps at rate 0, which a short run notices.
+    """
+    warmup = max(1, steps // 30)
+    params = {"init_value": rate / (warmup + 1), "peak_value": rate, "warmup_steps": warmup}
+    return {"type": "warmup_cosine_decay_schedule", "params": {**params, "decay_steps": max(steps, warmup + 1)}}
 
 
 def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:

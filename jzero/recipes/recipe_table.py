@@ -11,9 +11,8 @@ from jzero.adapters.from_flax import from_flax
 from jzero.display.text_table import text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
-from jzero.models.decoder import Decoder
 from jzero.models.lora import LoRAConfig
-from jzero.models.named import named
+from jzero.models.named import find_model
 from jzero.models.quantized import Kind
 from jzero.values.parameters import did_you_mean
 
@@ -52,7 +51,7 @@ class Recipe(NamedTuple):
     @property
     def tokens(self) -> float:
         """The tokens of a whole run."""
-        return PER_PARAMETER * named(self.model).num_parameters if self.method == "pretrain" else TUNING
+        return PER_PARAMETER * find_model(self.model).shape.num_parameters if self.method == "pretrain" else TUNING
 
     @property
     def hours(self) -> float:
@@ -62,8 +61,8 @@ class Recipe(NamedTuple):
         """Make the model, with adapters at all matrices unless all weights are trained."""
         quantized: Kind | None = "nf4" if self.method == "qlora" else None
         lora = LoRAConfig(r=16, lora_alpha=32, target_modules="all-linear", quantized=quantized)
-        shape = named(self.model, lora=None if self.method == "pretrain" else lora)
-        return from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+        found = find_model(self.model, lora=None if self.method == "pretrain" else lora)
+        return from_flax(lambda rngs: found.module(found.shape, rngs=rngs))
 
 
 def load_recipes() -> list[Recipe]:

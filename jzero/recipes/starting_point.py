@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jzero.errors import ConfigError, install_command
-from jzero.models import config_from_hf
 from jzero.models.byte_tokenizer import byte_tokenizer
 from jzero.models.decoder_config import DecoderConfig
-from jzero.models.llama import PRESETS, preset
-from jzero.models.named import MODELS, named
-from jzero.weights.load import from_cache
-
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from jzero.models.named import find_model
 
 
 class StartingPoint(NamedTuple):
@@ -28,7 +23,7 @@ class StartingPoint(NamedTuple):
 
 
 def starting_point(model: str, tokenizer: str | None) -> StartingPoint:
-    """Find a model by a directory, a hub id or a preset.
+    """Find a model by its name, and its tokenizer.
 
     Raises:
       ConfigError: there is none, or it has no tokenizer.
@@ -39,38 +34,15 @@ def starting_point(model: str, tokenizer: str | None) -> StartingPoint:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError(f"jzero finetune needs transformers: {install_command('chat')}") from None
-    directory = find_directory(model)
-    source = tokenizer or (str(directory) if directory else None)
+    found = find_model(model)
+    if not isinstance(found.shape, DecoderConfig):
+        raise ConfigError(f"{model} is a {found.kind}: jzero finetune tunes decoders; see docs/models.md")
+    source = tokenizer or (str(found.directory) if found.directory else None)
     try:
         read = byte_tokenizer() if source is None else AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{source} has no tokenizer that can be read ({str(error).splitlines()[0]}): name one with --tokenizer"
         ) from None
-    if directory:
-        shape = config_from_hf(directory)
-        if not isinstance(shape, DecoderConfig):
-            kind = shape.download.config["model_type"]
-            raise ConfigError(f"{model} is a {kind}: jzero finetune tunes decoders; see docs/models.md")
-        return StartingPoint(model, shape, read, directory)
-    name = model.removeprefix("llama:")
-    known = preset if name in PRESETS else named
-    return StartingPoint(model, known(name, vocab_size=len(read)), read, None)
-
-
-def find_directory(model: str) -> Path | None:
-    """Return the directory of a model's weights; None for a preset.
-
-    Raises:
-      ConfigError: neither a directory, nor a download in the cache, nor a preset.
-    """
-    if (directory := from_cache(model)).is_dir():
-        return directory
-    if model in MODELS or model.removeprefix("llama:") in PRESETS:
-        return None
-    if HUB_ID.fullmatch(model) and not model.startswith("."):
-        raise ConfigError(
-            f"{model}: no such directory, and not in the cache of downloads; fetch it with: hf download {model}"
-        )
-    presets = ", ".join([*MODELS, *(f"llama:{name}" for name in PRESETS)])
-    raise ConfigError(f"{model}: no such directory; must be one, a hub id such as Qwen/Qwen3-8B, or one of {presets}")
+    shape = found.shape if found.directory else dataclasses.replace(found.shape, vocab_size=len(read))
+    return StartingPoint(model, shape, read, found.directory)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jzero._compat import has_effect, is_constant
 from jzero.kernels.trace import ATTENTION, Equation, Variable, elementwise_primitives, program_of
@@ -89,6 +87,9 @@ def _cut(
     """
     if not wanted:
         return set()
+    from scipy.sparse import csr_array  # 0.15 s, for traces with layers to recompute alone
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     number = {v: i for i, v in enumerate(sizes)}
     source, sink, unlimited = 2 * len(number), 2 * len(number) + 1, 2 * _MOST
     unit = max(sum(sizes.values()) / _MOST, 1)

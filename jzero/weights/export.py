@@ -15,7 +15,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import tensorstore as ts
 
 from jzero.checkpoint.checksums import part_of_checksum
 from jzero.checkpoint.directory import STATE, find_checkpoint
@@ -142,7 +141,10 @@ class CheckpointParameters:
     """
 
     def __init__(self, directory: str | os.PathLike, tag: str | float | None = None):
+        import tensorstore as ts  # 0.1 s, for exports alone
+
         self.path, self._context = find_checkpoint(directory, tag), ts.Context()
+        self._open = ts.open
         try:
             stored = Checkpoint(self.path)
         except CheckpointError as error:
@@ -186,7 +188,7 @@ class CheckpointParameters:
         spec = {"driver": "zarr", "kvstore": {**store, "path": f"{dotted(stored)}/"}}
         total = 0
         try:
-            array = ts.open(spec, open=True, context=self._context).result()
+            array = self._open(spec, open=True, context=self._context).result()
             small = np.prod(shape, dtype=np.int64) * dtype.itemsize <= READ_AT_ONCE
             chunk: Any = shape if small else array.chunk_layout.read_chunk.shape
             for corner in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):

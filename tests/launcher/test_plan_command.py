@@ -10,7 +10,6 @@ from helpers.cuda import needs_cuda_compiler
 from jzero import cli
 from jzero.planner import gpus, named_models, plan_command
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
-from models import llama, mixtures
 from models import named as published
 
 CONFIG = {
@@ -69,7 +68,7 @@ def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
 @pytest.mark.parametrize(("name", "size"), [("mixtral-8x7b", 46_702_792_704), ("qwen3-30b-a3b", 30_532_122_624)])
 def test_mixtures_by_name(jzero_plan, name, size):
     """Stage 3 holds 16 bytes of each parameter over 8 GPUs."""
-    assert mixtures.preset(name).num_parameters == size
+    assert published.find_model(f"moe:{name}").shape.num_parameters == size
     code, out, _ = jzero_plan(f"--model moe:{name} --formula")
     assert code == 0
     (row,) = [line for line in out.splitlines() if "<- the config's" in line]
@@ -85,7 +84,7 @@ def test_mixtures_by_name(jzero_plan, name, size):
      ("llama3.1-8b", 8.030), ("llama3.1-70b", 70.554)],
 )  # fmt: skip
 def test_published_models_have_their_sizes(name, size):
-    assert published.named(name).num_parameters / 1e9 == pytest.approx(size, abs=6e-4)
+    assert published.find_model(name).shape.num_parameters / 1e9 == pytest.approx(size, abs=6e-4)
 
 
 def test_plans_of_a_published_model_and_of_a_directory(jzero_plan, tmp_path):
@@ -135,15 +134,17 @@ def test_a_preset_says_what_it_is():
     ("options", "changes", "named"),
     [
         ("--gpu h300", {}, "gpu = 'h300': unknown GPU; allowed: t4, rtx4090"),
-        ("--model llama:9b", {}, "Llama preset '9b' is unknown; choose one of tiny"),
-        ("--model gpt2:huge", {}, "choose one of small, medium, large, xl"),
-        ("--model llama", {}, "Llama preset '' is unknown"),
+        ("--model llama:9b", {}, "model 'llama:9b' is unknown: must be a directory with config.json, a hub id such as"),
+        ("--model gpt2:huge", {}, "gpt2:small, gpt2:medium, gpt2:large, gpt2:xl"),
+        ("--model llama", {}, "model 'llama' is unknown"),
+        ("--model tiny", {}, "did you mean 'llama:tiny'?"),
+        ("--model Qwen/Qwen3-9B", {}, "not in the cache of downloads; fetch it with: hf download Qwen/Qwen3-9B"),
         ("--model nowhere:make", {}, "--model nowhere:make: ModuleNotFoundError: No module named 'nowhere'"),
         ("--model broken:make", {}, "--model broken:make: no weights here"),
-        ("--model mine", {}, "must be llama:PRESET"),
+        ("--model mine", {}, "for jzero plan and import also package.module:function"),
         ("--model qwen3-9b", {}, "did you mean 'qwen3-8b'?"),
         ("--model :make", {}, "must be package.module:function"),
-        ("--model moe:mixtral", {}, "choose one of mixtral-8x7b, qwen3-30b-a3b"),
+        ("--model moe:mixtral", {}, "did you mean 'moe:mixtral-8x7b'?"),
         ("--set layers=3", {}, "--set layers=3: not a field of LlamaConfig; did you mean 'num_layers'?"),
         ("--set nofield=null", {}, "--set nofield=null: not a field of LlamaConfig; choose one of num_layers, d_model"),
         ("--set num_layers=2.5", {}, "--set num_layers=2.5: should be a valid integer"),
@@ -257,6 +258,5 @@ def test_a_batch_that_the_model_does_not_take(jzero_plan, tmp_path):
     ],
 )
 def test_fields_of_a_preset(name, change, field, value):
-    family, _, size = name.partition(":")
-    shape = named_models._changed((llama if family == "llama" else mixtures).preset(size), [change])
+    shape = named_models._changed(published.find_model(name).shape, [change])
     assert getattr(shape.mixture if "mixture" in change else shape, field) == value

@@ -11,12 +11,13 @@ from flax import nnx
 
 from jzero import cli
 from jzero.errors import ConfigError
+from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.recipes import choices
 from jzero.recipes.choices import Options
 from jzero.recipes.examples import Examples
 from jzero.recipes.finetune import finetune, train
 from jzero.recipes.fitting import Fit
-from jzero.recipes.starting_point import StartingPoint, find_directory, starting_point
+from jzero.recipes.starting_point import StartingPoint, starting_point
 from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
 from models.preferences import PreferenceDecoder
@@ -177,11 +178,14 @@ def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys)
     (tmp_path / "full" / "file").touch()
     for words, said in (
         (["none/none", data("chat")], "none/none: no such directory, and not in the cache"),
-        (["qwen3-9b", data("chat")], "qwen3-9b: no such directory; must be one, a hub id such as"),
+        (
+            ["qwen3-9b", data("chat")],
+            "model 'qwen3-9b' is unknown: must be a directory with config.json, a hub id",
+        ),
         (["qwen3-8b", data("chat"), "--method", "qlora"], "--method qlora: qwen3-8b has no weights to quantise"),
         ([directory, tmp_path / "none.jsonl"], "none.jsonl: no such file or directory"),
         ([directory, data("chat"), "--out", tmp_path / "full"], "exists and is not an empty directory"),
-        ([tmp_path / "full", data("chat")], "has no tokenizer that can be read"),
+        ([tmp_path / "full", data("chat")], "full/config.json: no such file or directory"),
     ):
         assert cli.main(["finetune", *map(str, words)]) == 2
         error = capsys.readouterr().err
@@ -244,6 +248,18 @@ def test_a_rate_stays_when_the_config_has_another_optimizer():
     assert made["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": 0.5}}
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 40, 90])
+def test_no_step_is_taken_at_rate_zero(steps):
+    """The warm-up is a line through 0 before the first step; the cosine ends after the last."""
+    section = choices.warmup_cosine(2e-4, steps)
+    schedule = make_lr_schedule(section["type"], section["params"], 2e-4)
+    rates, warmup = np.array([schedule.lr(n) for n in range(steps)]), max(1, steps // 30)
+    np.testing.assert_allclose(rates[:warmup], [2e-4 * (n + 1) / (warmup + 1) for n in range(warmup)], rtol=1e-6)
+    cosine = (1 + np.cos(np.pi * np.arange(steps - warmup) / max(1, steps - warmup))) / 2
+    np.testing.assert_allclose(rates[warmup:], 2e-4 * cosine, rtol=1e-5, atol=1e-10)  # 2e-4 in float32
+    assert (rates > 0).all()
+
+
 class Losses:
     """An engine whose held-out losses are given."""
 
@@ -299,8 +315,13 @@ def test_without_pytorch_nothing_advises_to_install_it():
 
 
 def test_models_by_name(directory):
-    assert find_directory(str(directory)) == directory
-    assert find_directory("qwen3-8b") is None
+    assert starting_point(str(directory), None).directory == directory
     start = starting_point("qwen3-0.6b", None)
     assert (start.shape.d_model, start.shape.vocab_size, start.directory) == (1024, 258, None)
+    assert starting_point("llama:tiny", None).shape.num_layers == 4
+    assert starting_point("moe:mixtral-8x7b", None).shape.mixture.num_experts == 8
+    with pytest.raises(ConfigError, match="gpt2:xl is a gpt2: jzero finetune tunes decoders"):
+        starting_point("gpt2:xl", None)
+    with pytest.raises(ConfigError, match=r"model 'tiny' is unknown: must be .*; did you mean 'llama:tiny'\?"):
+        starting_point("tiny", None)
     assert starting_point("qwen3-0.6b", str(directory)).tokenizer.chat_template == byte_tokenizer().chat_template

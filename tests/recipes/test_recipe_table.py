@@ -28,7 +28,10 @@ def test_configs_are_valid_and_figures_are_plausible(recipe):
     config = jzero.Config.load(recipe.config)
     rows, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     assert rows % (micro * recipe.gpus) == 0
-    steps = recipe.config["scheduler"]["params"]["total_num_steps"]
+    schedule, rate = recipe.config["scheduler"]["params"], recipe.config["optimizer"]["params"]["lr"]
+    assert schedule["init_value"] == pytest.approx(rate / schedule["warmup_steps"], rel=0.05)
+    assert schedule["peak_value"] == rate
+    steps = schedule["decay_steps"]
     assert steps * rows * recipe.sequence == pytest.approx(recipe.tokens, rel=0.06)
     assert 0 < recipe.plan["peak_gib"] < {"h100": 79, "h200": 139}[recipe.gpu]
     trained = 6 if recipe.method == "pretrain" else 4  # FLOPs a parameter: LoRA has no gradient of the weights
