@@ -43,7 +43,7 @@ if not os.environ.get("CI"):  # where Hypothesis has a profile of its own, witho
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: the tests spend their time on compiling
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent / ".jax_cache"))
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).resolve().parent / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # tests share many small programs
 
 

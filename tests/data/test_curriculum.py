@@ -169,7 +169,7 @@ def plain(engine, steps):
     state = tx.init(params)
     for seed, length in zip(range(steps), LENGTHS, strict=False):
         batch = {name: x[:, :length] for name, x in tokens(seed).items()}
-        loss, gradients = jax.value_and_grad(bigram_loss)(params, batch)
+        loss, gradients = jax.jit(jax.value_and_grad(bigram_loss))(params, batch)
         updates, state = tx.update(gradients, state)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))

@@ -345,12 +345,12 @@ def test_only_the_history_of_another_choice_starts_at_zero(tmp_path, capsys):
 
 def test_other_weights_end_a_history(tmp_path, capsys):
     """Read without the rest of a checkpoint, they may be far larger than those of this run."""
-    one, other = engine(), engine()
-    for run in (one, other):
-        run.train_batch(BATCHES[0])
+    one = engine()
+    one.train_batch(BATCHES[0])
     one.save_checkpoint(tmp_path).wait()
-    other.load_checkpoint(tmp_path, load_module_only=True)
-    assert not any(x.any() for x in histories(other).values())
+    assert all(x.any() for x in histories(one).values())
+    one.load_checkpoint(tmp_path, load_module_only=True)
+    assert not any(x.any() for x in histories(one).values())
     assert "fp8 histories start at zero (only the weights are read): " in capsys.readouterr().out
 
 

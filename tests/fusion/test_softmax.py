@@ -47,7 +47,7 @@ def by_kernels(monkeypatch):
 
 
 def check(functions, logits, labels, size, g):
-    sums, gradient = functions
+    sums, gradient = map(jax.jit, functions)  # operation by operation each shape and dtype is many programs
     size = jnp.int32(size)
     highest, total, picked = sums(logits, labels, size)
     normalizer, expected_picked, expected = exact(logits, labels, int(size), g)
@@ -77,7 +77,8 @@ def test_rows_that_are_not_finite_stay_alone(bad, width, monkeypatch):
     """A NaN or +inf makes its own row NaN; -inf is a logit with probability 0, also at the start of a row."""
     logits, labels, g = rows(4, width, dtype=jnp.bfloat16)
     logits, size = logits.at[1, : max(1, width - 100)].set(bad), jnp.int32(width)
-    for sums, gradient in [(softmax.row_sums, softmax.row_gradient), by_kernels(monkeypatch)]:
+    for functions in [(softmax.row_sums, softmax.row_gradient), by_kernels(monkeypatch)]:
+        sums, gradient = map(jax.jit, functions)
         highest, total, _ = sums(logits, labels, size)
         normalizer = jnp.log(total) + highest
         dx = gradient(logits, labels, size, normalizer, g)
@@ -110,9 +111,9 @@ def test_a_loss_and_its_gradients_against_float64(size):
         logits = (x @ head + bias)[..., :size]
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
 
-    found = jax.value_and_grad(loss, (0, 1, 2))(*(jnp.asarray(v, jnp.float32) for v in (x, head, bias)))
+    found = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*(jnp.asarray(v, jnp.float32) for v in (x, head, bias)))
     with jax.enable_x64(True):
-        expected = jax.value_and_grad(plain, (0, 1, 2))(*map(jnp.asarray, (x, head, bias)))
+        expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(*map(jnp.asarray, (x, head, bias)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

@@ -1,5 +1,6 @@
 """Runs a function on shards of its arrays, with any division of them, for comparison with the plain function."""
 
+from functools import cache
 from itertools import product
 
 import jax
@@ -84,8 +85,13 @@ def check(f, arrays, forms_of, rest=True, tolerance=2e-5, degrees=DEGREES):
     def close(a, b):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max(initial=0.0)))
 
-    jax.tree.map(close, results, f(*arrays))
     floats = tuple(i for i, x in enumerate(arrays) if np.issubdtype(x.dtype, np.floating))
-    if floats:
-        jax.tree.map(close, gradients, list(jax.grad(lambda *xs: total(f(*xs)), argnums=floats)(*arrays)))
+    jax.tree.map(close, (results, gradients), _on_one_device(f, floats)(*arrays))
     return group
+
+
+@cache
+def _on_one_device(f, floats):
+    """The same as one program, which all divisions of the arrays are compared with."""
+    gradients = jax.grad(lambda *xs: total(f(*xs)), argnums=floats) if floats else lambda *xs: ()
+    return jax.jit(lambda *xs: (f(*xs), list(gradients(*xs))))

@@ -126,7 +126,7 @@ def test_checkpoints_keep_it_as_a_product_with_weights(policy, products):
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(0, 40), st.sampled_from([1, 8]))
 def test_tiles_hold_every_row_once(sizes, padding, align):
     rows = sum(sizes) + padding
-    info, used = tile_map(jnp.asarray(sizes, jnp.int32), rows, 128, align)
+    info, used = jax.jit(tile_map, static_argnums=(1, 2, 3))(jnp.asarray(sizes, jnp.int32), rows, 128, align)
     group, start, begin, end = (row[: int(used[0])] for row in np.asarray(info))
     assert int(used[0]) <= max_tiles(rows, len(sizes), 128, align) == info.shape[1]
     assert not (start % align).any()
@@ -190,6 +190,7 @@ def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
 # ------------------------------------------------------------------------------------------------ programs
 
 
+@functools.cache
 def gpu_program(gpu, rows, d, f, dtype):
     """Compile two layers with their gradients for a GPU, as jzero runs them: in a manual region."""
     mesh = Mesh(np.array(gpu_devices(gpu, 2)), ("zero",))

@@ -78,7 +78,7 @@ def test_the_loss_of_the_towers_is_over_the_global_batch():
         module = model.module(params)
         return info_nce(module(batch), jnp.exp(module.log_scale[...]))
 
-    loss, gradient = jax.value_and_grad(plain)(params)
+    loss, gradient = jax.jit(jax.value_and_grad(plain))(params)
     config = {
         "train_batch_size": 16,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},

@@ -97,7 +97,7 @@ STAGED = [
 REGATHERED = [(name, {**layout, "more": REGATHER}) for name, layout in REGATHERED]
 TILED = [("tiled", {"oracle": "llama", **layout}) for layout in TILED]
 ROWS = [*TENSOR, *CONTEXT, *REGATHERED, *TILED, *MEMORY]
-DEFAULT = [TENSOR[4], CONTEXT[4], REGATHERED[0], TILED[5], MEMORY[0]]
+DEFAULT = [CONTEXT[4], REGATHERED[0], TILED[5], MEMORY[0]]  # which have all of TENSOR's settings
 
 
 def name_of(value):

@@ -41,7 +41,7 @@ def test_values_and_gradients(tiles):
     def total(f, *weights):
         return jnp.sum(jnp.sin(f(*weights, labels)))
 
-    expected = losses(head, x, labels), *jax.grad(lambda *w: total(losses, *w), (0, 1))(head, x)
+    expected = losses(head, x, labels), *jax.jit(jax.grad(lambda *w: total(losses, *w), (0, 1)))(head, x)
     f = lambda *args: in_tiles(*args, tiles=tiles)  # noqa: E731
     for run in (lambda g: g, jax.jit):  # weights are hoisted from eager code too
         found = run(f)(head, x, labels), *run(jax.grad(lambda *w: total(f, *w), (0, 1)))(head, x)

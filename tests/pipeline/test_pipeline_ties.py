@@ -32,9 +32,9 @@ def test_tied(middle):
             x = linear(layer, x)
         return (x @ last.T * labels).sum()
 
-    loss, gradients = jax.value_and_grad(model.loss)(params, (TOKENS, labels), None)
+    loss, gradients = jax.jit(jax.value_and_grad(model.loss))(params, (TOKENS, labels), None)
     e = ends["tied"]["e"]["embedding"]
-    expected, (first, last) = jax.value_and_grad(untied, (0, 1))(e, e, params)
+    expected, (first, last) = jax.jit(jax.value_and_grad(untied, (0, 1)))(e, e, params)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(
         (gradients["ends"] if model.stack else gradients)["tied"]["e"]["embedding"], first + last, rtol=1e-5, atol=1e-5

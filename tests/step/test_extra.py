@@ -36,9 +36,9 @@ def mesh(pipe=1, n=4):
 
 def plain(params, loss, extras):
     """Train with one device; return losses and parameters."""
-    losses = []
+    losses, gradient_of = [], jax.jit(jax.value_and_grad(loss))
     for x, y, extra in zip(X, Y, extras, strict=True):
-        value, gradient = jax.value_and_grad(loss)(params, {"x": x, "y": y}, extra)
+        value, gradient = gradient_of(params, {"x": x, "y": y}, extra)
         params = jax.tree.map(lambda p, g: p - LR * g, params, gradient)
         losses.append(float(value))
     return losses, params
@@ -152,20 +152,24 @@ def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
     generator, critic = players
     g, c = (jax.device_get(player.state.params) for player in players)
 
+    @jax.jit
+    @jax.value_and_grad
     def plain_generator(g, c, x):
         return -score(c["kernel"], x @ g["kernel"] + g["bias"]).mean()
 
+    @jax.jit
+    @jax.value_and_grad
     def plain_critic(c, g, x, y):
         return score(c["kernel"], x @ g["kernel"] + g["bias"]).mean() - score(c["kernel"], y).mean()
 
     for x, y in zip(X, Y, strict=True):
         batch = {"x": x, "y": y}
         mine = float(critic.train_batch(batch, extra=generator.state.params))
-        value, gradient = jax.value_and_grad(plain_critic)(c, g, x, y)
+        value, gradient = plain_critic(c, g, x, y)
         c = jax.tree.map(lambda p, d: p - LR * d, c, gradient)
         assert mine == pytest.approx(float(value), rel=1e-5, abs=1e-7)
         mine = float(generator.train_batch(batch, extra=critic.state.params))
-        value, gradient = jax.value_and_grad(plain_generator)(g, c, x)
+        value, gradient = plain_generator(g, c, x)
         g = jax.tree.map(lambda p, d: p - LR * d, g, gradient)
         assert mine == pytest.approx(float(value), rel=1e-5, abs=1e-7)
     for player, expected in ((generator, g), (critic, c)):

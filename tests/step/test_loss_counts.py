@@ -147,7 +147,7 @@ def test_unequal_counts_are_one_mean(pipe, reduction):
         total, count = Tokens().loss(params, batch, None)
         return total / count
 
-    loss, plain = jax.value_and_grad(mean)(Tokens().init(jax.random.key(0)))
+    loss, plain = jax.jit(jax.value_and_grad(mean))(Tokens().init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     factor = 2 if reduction == "sum" else 1
     for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain), strict=True):
@@ -172,7 +172,7 @@ def test_a_count_that_depends_on_the_parameters():
         total, count = model.loss(params, {"x": x}, None)
         return total / count
 
-    loss, plain = jax.value_and_grad(mean)(model.init(jax.random.key(0)))
+    loss, plain = jax.jit(jax.value_and_grad(mean))(model.init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     np.testing.assert_allclose(state.opt_state["w"], plain["w"], rtol=1e-5)
 
@@ -282,7 +282,7 @@ def test_a_count_with_a_gradient(layout, fp16):
         total, count = Weighed().loss(jax.tree.map(lambda w: w.astype(jnp.float16) if fp16 else w, params), batch, None)
         return total / count
 
-    loss, plain = jax.value_and_grad(mean)(Weighed().init(jax.random.key(0)))
+    loss, plain = jax.jit(jax.value_and_grad(mean))(Weighed().init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-3 if fp16 else 1e-6)
     for ours, also, theirs in zip(*map(jax.tree.leaves, (state.opt_state, alone, plain)), strict=True):
         largest = np.abs(theirs).max()

@@ -78,12 +78,13 @@ def plain_nnx(params, step):
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
     nnx.update(module, state)
     optimizer = nnx.Optimizer(module, optax.sgd(LR), wrt=nnx.Param)
+    gradient_of = nnx.jit(nnx.value_and_grad(lambda m, b: cross_entropy(m(b["x"]), b["y"])))
     losses = []
     for batch in BATCHES:
         total = []
         for part in micro_batches(step, batch):
             module.train()
-            loss, gradient = nnx.value_and_grad(lambda m, b: cross_entropy(m(b["x"]), b["y"]))(module, part)
+            loss, gradient = gradient_of(module, part)
             total.append((loss, gradient))
         optimizer.update(module, jax.tree.map(lambda *g: sum(g) / ACCUM, *[g for _, g in total]))
         losses.append(np.mean([loss for loss, _ in total]))
@@ -100,11 +101,12 @@ def plain_linen(params, step):
         logits, new = net.apply({"params": params, **state}, part["x"], train=True, mutable=["batch_stats"])
         return cross_entropy(logits, part["y"]), new
 
+    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     losses, opt = [], tx.init(params)
     for batch in BATCHES:
         total = []
         for part in micro_batches(step, batch):
-            (loss, state), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, state, part)
+            (loss, state), gradient = gradient_of(params, state, part)
             total.append((loss, gradient))
         updates, opt = tx.update(jax.tree.map(lambda *g: sum(g) / ACCUM, *[g for _, g in total]), opt, params)
         params = optax.apply_updates(params, updates)
@@ -196,9 +198,9 @@ def test_batch_norm_built_with_use_running_average_keeps_it_in_training(make):
         x = (x - STATISTICS["mean"]) / np.sqrt(STATISTICS["var"] + 1e-5) * norm["scale"] + norm["bias"]
         return cross_entropy(jax.nn.relu(x) @ last["kernel"] + last["bias"], batch["y"])
 
-    expected = []
+    expected, gradient_of = [], jax.jit(jax.value_and_grad(loss))
     for batch in BATCHES:
-        value, gradients = jax.value_and_grad(loss)(start, batch)
+        value, gradients = gradient_of(start, batch)
         start = jax.tree.map(lambda p, g: p - LR * g, start, gradients)
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -298,10 +300,11 @@ def plain_deep(params, step):
         return value, {"norm": norm, "last": last, "stack": {"norm": stacked}}
 
     losses, params = [], jax.tree.map(jnp.asarray, params)
+    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True, allow_int=True))
     for batch in BATCHES:
         total = []
         for part in micro_batches(step, batch):
-            (value, new), gradient = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(params, part)
+            (value, new), gradient = gradient_of(params, part)
             total.append((value, gradient))
             for node, stats in ((params["ends"]["norm"], new["norm"]), (params["ends"]["last"], new["last"])):
                 node.update(stats)

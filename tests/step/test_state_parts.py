@@ -1,5 +1,7 @@
 """State under PipelineModules, without synchronisation, in checkpoints, in skipped steps; and what is refused."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,10 +76,11 @@ def by_hand(params, model, step):
     def statistics(path):
         return path[-1].key in ("mean", "var")
 
+    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     for batch in BATCHES:
         total = []
         for part in micro_batches(step, batch):
-            (value, after), gradient = jax.value_and_grad(loss_fn, has_aux=True)(layers, part)
+            (value, after), gradient = gradient_of(layers, part)
             layers = jax.tree_util.tree_map_with_path(lambda at, p, q: q if statistics(at) else p, layers, after)
             total.append((value, gradient))
         layers = jax.tree_util.tree_map_with_path(
@@ -289,7 +292,9 @@ class Moving:
 def plain_moving(params, replicas, partitioned):
     """Train by hand. The replicas agree on u after the step, or, if ZeRO partitions it, after every micro-batch."""
 
-    def loss(trained, u, x):
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def gradient_of(trained, u, x):
         x = x @ trained["ends"]
         new, x = 0.5 * u + 0.5 * jnp.abs(x).mean(0), x * u
         for w in trained["stack"]:
@@ -302,7 +307,7 @@ def plain_moving(params, replicas, partitioned):
         rows = batch["x"].reshape(replicas, ACCUM, -1, 6)
         for i in range(ACCUM):
             for r in range(replicas):
-                (value, us[r]), gradient = jax.value_and_grad(loss, has_aux=True)(trained, us[r], rows[r, i])
+                (value, us[r]), gradient = gradient_of(trained, us[r], rows[r, i])
                 values.append(value)
                 gradients.append(gradient)
             us = [sum(us) / replicas] * replicas if partitioned else us

@@ -34,7 +34,8 @@ def plain_nf4(matrix, block):
 def test_error_of_quantised_matrices(shape):
     """Double quantisation adds little to NF4's own error; int8's is far smaller."""
     matrix = np.random.default_rng(0).normal(0, 0.02, shape).astype(np.float32)
-    found = {kind: np.asarray(dequantize(quantize(matrix, kind), jnp.float32)) for kind in ("nf4", "int8")}
+    again = jax.jit(lambda x, kind: dequantize(quantize(x, kind), jnp.float32), static_argnums=1)
+    found = {kind: np.asarray(again(matrix, kind)) for kind in ("nf4", "int8")}
     flat = matrix.reshape(shape[0], -1)
     once = plain_nf4(flat, np.gcd(shape[0], 64))
     error = np.sqrt(((found["nf4"].reshape(flat.shape) - flat) ** 2).mean())
@@ -85,7 +86,7 @@ def dense(params):
 def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind):
     """The oracle: the decoder whose kernels are the dequantised ones, by plain Flax and JAX."""
     model, plain = decoder(kind), decoder(None)
-    params = mapped(lambda name, x: x + 0.05 if name == "lora_b" else x, plain.init(jax.random.key(0)))
+    params = mapped(lambda name, x: x + 0.05 if name == "lora_b" else x, jax.jit(plain.init)(jax.random.key(0)))
     like = jax.eval_shape(model.init, jax.random.key(0))
     few = quantize_params(mapped(lambda name, x: None if "lora" in name else x, params), like, kind)
     few = filled(few, params)
@@ -104,7 +105,7 @@ def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind)
         logits = jax.nn.log_softmax(plain.module(params)(batch["inputs"]))
         return -jnp.take_along_axis(logits, batch["labels"][..., None], -1).mean()
 
-    expected, gradients = jax.value_and_grad(loss)(dense(few))
+    expected, gradients = jax.jit(jax.value_and_grad(loss))(jax.jit(dense)(few))
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
     compared = 0
     for path, x in jax.tree_util.tree_leaves_with_path(found):
