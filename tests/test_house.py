@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49352,
+    "lines": 49394,
     "files": 269,
-    "statements": 28954,
+    "statements": 28981,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,

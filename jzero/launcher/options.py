@@ -238,7 +238,7 @@ OTHERS = {
         [
             option("directory DIR", "DeepSpeed's save_checkpoint's directory"),
             option("out OUT", "the directory of the new checkpoint", nargs="?"),
-            option("--model NAME", "llama:8b, gpt2:xl, moe:mixtral-8x7b or package.module:function", required=True),
+            option("--model NAME", "a directory with config.json, llama:8b or package.module:function", required=True),
             option("--config FILE", "default: the checkpoint's own"),
             option("--tag TAG", "the checkpoint in DIR (default: the latest)"),
             option("--names", "print the names and shapes of both sides, and propose"),
