@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49362,
+    "lines": 49378,
     "files": 269,
-    "statements": 28959,
-    "Any": 1172,
+    "statements": 28960,
+    "Any": 1174,
     "rooms": 40,
     "floors": 16,
     "arrows": 260,
@@ -32,7 +32,7 @@ LIMITS = {
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,
-    "lines of layout, passes and step": 4080,
+    "lines of layout, passes and step": 4079,
     "docstrings that begin with What, How, Where or Whether": 0,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}

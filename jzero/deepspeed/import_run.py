@@ -34,6 +34,7 @@ Rename = Mapping[str, str] | Callable[[str], str]
 MOMENTS = {
     "mu": ("exp_avg",), "nu": ("exp_avg_sq",), "trace": ("momentum_buffer",), "sum_of_squares": ("sum", "exp_avg_sq")
 }  # fmt: skip
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 WEIGHT = re.compile(r"(^|\.)(kernel|scale|embedding)$")
 # What DeepSpeed writes into model states; the rest is the caller's client_state.
 OWN = {
@@ -264,11 +265,24 @@ def _notes(stored: DeepSpeedState, step: TrainStep) -> dict[str, Any]:
             "global_steps": model["global_steps"], "global_samples": model["global_samples"],
             "micro_steps": model["global_steps"] * (sizes.train // sizes.micro // step.replicas),
         },
-        "batch": {"train": sizes.train, "micro": sizes.micro, "replicas": step.replicas},
+        "batch": {"train": sizes.train, "micro": sizes.micro, "replicas": step.replicas}
+        | deepspeed_batch(model, config),
+        "data": None,
         "precision": (halves or ["fp32"])[0],
         "loss_scale": {"dynamic": dynamic, "static": None if dynamic else scaler.get("cur_scale", 1.0)},
         "client": {key: x for key, x in model.items() if key not in OWN and _is_json(x, [10_000])},
     }  # fmt: skip
+
+
+def deepspeed_batch(model: Mapping[str, Pickled], config: Mapping[str, Pickled]) -> dict[str, Pickled]:
+    """Return the batch sizes of DeepSpeed's run, as an engine's notes have them; {} if the files do not say."""
+    given, replicas = [config.get(key) for key in BATCH], model.get("dp_world_size", 0)
+    if not all(type(n) is int and 0 < n < 2**31 for n in (replicas, *given) if n is not None):
+        return {}
+    train, micro, accum = given
+    accum = accum or (train // (micro * replicas) if train and micro else 1)
+    micro = micro or (train or 0) // (accum * replicas)
+    return {"train": micro * accum * replicas, "micro": micro, "replicas": replicas, "given": given} if micro else {}
 
 
 def _is_json(x: Pickled, budget: list[int]) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from difflib import SequenceMatcher
-from math import prod
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import jax
 from jzero import checkpoint, deepspeed
 from jzero.checkpoint.restoring import Selection
 from jzero.config.config import read_config
-from jzero.deepspeed.import_run import pair_tensors
+from jzero.deepspeed.import_run import BATCH, deepspeed_batch, pair_tensors
 from jzero.deepspeed.zero_shards import DeepSpeedState, read_deepspeed
 from jzero.display.text_table import text_table
 from jzero.errors import ConfigError, in_a_line
@@ -22,7 +23,7 @@ from jzero.run import progress
 from jzero.run.restore import plan_restore
 from jzero.step.train_step import TrainStep, make_train_step
 
-OF_DEVICES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "mesh")
+OF_DEVICES = (*BATCH[1:], "mesh")
 
 
 def main(args: Namespace) -> int:
@@ -58,9 +59,8 @@ def _config(stored: DeepSpeedState, file: str | None) -> dict:
     config = read_config(file) if file else stored.model.get("ds_config")
     if not isinstance(config, dict):
         raise ConfigError(f"{stored.path} does not contain its config: pass --config FILE")
-    factors = [config.get(key, 1) for key in OF_DEVICES[:2]] + [stored.model.get("dp_world_size")]
-    if OF_DEVICES[0] in config and all(type(n) is int for n in factors):
-        config = {"train_batch_size": prod(factors)} | config
+    if sizes := deepspeed_batch(stored.model, config):
+        config = {"train_batch_size": sizes["train"]} | config
     return {key: x for key, x in config.items() if key not in OF_DEVICES}
 
 
@@ -80,22 +80,50 @@ def compare_names(stored: DeepSpeedState, step: TrainStep, rename: deepspeed.Ren
     found, files = pair_tensors(stored, step, rename)
     theirs = {name: file.entries[name].shape for name, file in files.items()}
     ours = [tensor for some in found.values() for tensor in some]
-    free = [name for name in theirs if name not in {tensor.name for tensor in ours}]
-    rows, proposed = [], dict[str, str]()
+    free = {name: theirs[name] for name in theirs if name not in {tensor.name for tensor in ours}}
+    near = _propose({tensor.name: tensor.shape for tensor in ours if tensor.name not in theirs}, free)
+    rows = []
     for tensor in ours:
         shape, remark = theirs.get(tensor.name), ""
         if shape is None:
-            alike = [name for name in free if theirs[name] == tensor.shape and name not in proposed.values()]
             remark = "missing"
-            if alike:
-                likeness = [SequenceMatcher(None, name, tensor.name).ratio() for name in alike]
-                best = alike[likeness.index(max(likeness))]
-                remark, proposed[f"^{tensor.name.replace('.', '[.]')}$"] = f"missing; perhaps {best}", best
+            if best := near.get(tensor.name):
+                alike = [*free.values()].count(tensor.shape)
+                remark += f"; perhaps {best}" + (f", one of {alike} with this shape" if alike > 1 else "")
         elif shape != tensor.shape:
             remark = f"has {shape} there"
         rows.append([tensor.leaf, tensor.name, str(tensor.shape), remark])
     unused = [["", name, str(theirs[name]), "in DeepSpeed alone"] for name in free]
     columns = ["leaf", "tensor", "shape", "remark"]
     text = text_table(str(stored.path), columns, rows + unused, left=columns)
+    proposed = {f"^{name.replace('.', '[.]')}$": best for name, best in near.items()}
     hint = f"\n--rename FILE and rename= take, for example:\n{json.dumps(proposed, indent=1)}" if proposed else ""
     return text + hint, bool(unused) or any(row[3] for row in rows)
+
+
+def _propose(missing: Mapping[str, tuple[int, ...]], free: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Map missing names to free ones of the same shape: of a layer with the same tensors if there is one, then by name.
+
+    The bias of a layer is then not taken for that of a norm, which has the same shape.
+
+    >>> sizes = {"0.weight": (4,), "0.bias": (4,), "1.weight": (4, 8), "1.bias": (4,)}
+    >>> _propose({"fc.bias": (4,), "fc.weight": (4, 8)}, sizes)
+    {'fc.bias': '1.bias', 'fc.weight': '1.weight'}
+    """
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in [*missing.items(), *free.items()]:
+        layer, _, last = name.rpartition(".")
+        layers.setdefault(layer, {})[last] = shape
+    found: dict[str, str] = {}
+    of_layer: dict[str, str] = {}
+
+    def likeness(name: str, other: str) -> tuple[bool, bool, float]:
+        layer, own = other.rpartition(".")[0], name.rpartition(".")[0]
+        return of_layer.get(own) == layer, layers[own] == layers[layer], SequenceMatcher(None, other, name).ratio()
+
+    for name, shape in missing.items():
+        alike = [other for other in free if free[other] == shape and other not in found.values()]
+        if alike:
+            found[name] = max(alike, key=partial(likeness, name))
+            of_layer[name.rpartition(".")[0]] = found[name].rpartition(".")[0]
+    return found

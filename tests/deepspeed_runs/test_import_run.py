@@ -6,11 +6,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from stored_runs import BOUND, about, config_of, continued, make_engine, make_model
+from make_checkpoints import STEPS
+from stored_runs import BOUND, about, batch, config_of, continued, make_engine, make_model
 
 import jzero
 from jzero.cli import main
 from jzero.deepspeed import find_deepspeed
+from jzero.deepspeed.import_run import BATCH
 from jzero.deepspeed.torch_files import TorchTensor
 from jzero.deepspeed.zero_shards import read_deepspeed
 from jzero.mesh import make_mesh
@@ -46,6 +48,43 @@ def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, here):
     proposal.write_text(printed[printed.index("\n{") :])
     assert {**json.loads(proposal.read_text())}["^fc3[.]weight$"] == "4.weight"
     assert main([*arguments, "--rename", str(proposal)]) == 0
+
+
+def test_a_proposal_keeps_a_layers_tensors_together(runs_of_deepspeed):
+    """The two biases of 7 have one shape; each is in a layer with another weight, so its shape alone is no proposal."""
+    stored = read_deepspeed(runs_of_deepspeed / "mlp-1-fp32" / "ckpt" / "global_step20")
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    step = make_train_step(make_model("mlp"), config, mesh=make_mesh(devices=jax.devices()[:1]))
+    text = compare_names(stored, step, {"^fc1": "x.fc2", "^fc2": "y.fc1"})[0]  # names that look like the other's
+    proposed = json.loads(text[text.index("\n{") :])
+    assert proposed["^x[.]fc2[.]bias$"] == "fc1.bias"
+    assert proposed["^y[.]fc1[.]bias$"] == "fc2.bias"
+    assert "perhaps fc1.bias, one of 2 with this shape" in text
+
+
+def test_training_data_begin_at_their_start(runs_of_deepspeed, capfd):
+    """DeepSpeed stores no position in the data."""
+    directory = runs_of_deepspeed / "mlp-1-fp32"
+    data = tuple(np.concatenate(parts) for parts in zip(*(batch("mlp", STEPS + n) for n in range(4)), strict=True))
+    config = config_of(directory, 1) | {"seed": 1}
+    engine = jzero.initialize(model=make_model("mlp"), config=config, training_data=data)[0]
+    engine.load_checkpoint(directory / "ckpt")
+    assert "has no position in training_data, which begins at its start" in capfd.readouterr().err
+    assert engine.training_dataloader.position == {"epoch": 0, "samples": 0}
+    assert np.isfinite(float(engine.train_batch()))
+
+
+def test_the_global_batch_goes_on(runs_of_deepspeed):
+    """A config of DeepSpeed with a micro-batch alone means another global batch on fewer devices."""
+    directory = runs_of_deepspeed / "mlp-2-fp32"  # of four processes with two rows each
+    config = {key: x for key, x in config_of(directory, 1).items() if key not in BATCH}
+    config |= {"train_micro_batch_size_per_gpu": 2}
+    mesh = make_mesh(devices=jax.devices()[:2])
+    engine = jzero.initialize(model=make_model("mlp"), config=config, mesh=mesh)[0]
+    assert engine.train_batch_size() == 4
+    engine.load_checkpoint(directory / "ckpt")
+    assert engine.train_batch_size() == 8
+    np.testing.assert_allclose(continued(engine, "mlp"), about(directory)["after"], rtol=BOUND["fp32"])
 
 
 @pytest.mark.parametrize("text", ["{x", "[1]", '{"a": 1}', None])
