@@ -30,13 +30,14 @@ def plain_route(logits, top_k, *, score="softmax", normalize=True, scale=1.0, bi
     )
 
 
-def plain_experts(x, routing, up, down, activation=jax.nn.silu):
+def plain_experts(x, routing, up, down, activation=jax.nn.silu, glu=None, biases=None):
+    up_bias, down_bias = biases or (jnp.zeros((len(up), *up.shape[2:])), jnp.zeros((len(up), x.shape[-1])))
     if up.ndim == 4:
-        gate, value = (jnp.einsum("bsd,edf->bsef", x, up[:, :, i]) for i in range(2))
-        hidden = activation(gate) * value
+        gate, value = (jnp.einsum("bsd,edf->bsef", x, up[:, :, i]) + up_bias[:, i] for i in range(2))
+        hidden = glu(gate, value) if glu else activation(gate) * value
     else:
-        hidden = activation(jnp.einsum("bsd,edf->bsef", x, up))
-    outputs = jnp.einsum("bsef,efd->bsed", hidden, down)
+        hidden = activation(jnp.einsum("bsd,edf->bsef", x, up) + up_bias)
+    outputs = jnp.einsum("bsef,efd->bsed", hidden, down) + down_bias
     counted = jnp.einsum("bske,bsk->bse", routing.mask, routing.weights * routing.kept)
     return jnp.einsum("bsed,bse->bsd", outputs, counted.astype(x.dtype))
 
