@@ -124,7 +124,8 @@ class Decoder(nnx.Module):
         """Return the lines for the run report, given the compute dtype."""
         c = self.config
         _, names = weights_table(c)
-        return [kernel_note(c.attention, dtype, c.head_dim, c.attention_softcap), *names]
+        note = kernel_note("xla" if c.sinks else c.attention, dtype, c.head_dim, c.attention_softcap)
+        return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
 
     def weights_layout(self) -> dict[str, Any] | None:
         """Describe the parameters in `transformers`, see `jzero.weights.name_map`; None if no class there has them."""
@@ -159,18 +160,20 @@ class Decoder(nnx.Module):
         c, table = self.config, {"qkv/kernel": 1, "qkv/bias": 0, "attention/out/kernel": 0}
         if c.mixture:
             table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
+            table |= {"mlp/gate_up_bias": 2} if c.mixture.biases else {}
             table |= {"mlp/shared_gate_up": 2, "mlp/shared_down": 0} if c.mixture.shared else {}
         elif c.gated:
             table |= {"gate_up/kernel": 2, "gate_up/bias": 1, "mlp/down/kernel": 0}
         else:
             table |= {"mlp/up/kernel": 1, "mlp/up/bias": 0, "mlp/down/kernel": 0}
+        table |= {"attention/sinks": 0} if c.sinks else {}
         table |= {"attention/[qk]_norm/scale": 0} if c.qk_norm in ("each", "all") else {}
         without = [name for name, has in (("qkv/bias", c.qkv_bias), ("mlp/up/bias", c.mlp_bias)) if not has]
         without += [] if c.mlp_bias else ["gate_up/bias"]
         table = {name: dim for name, dim in table.items() if name not in without}
         for name in c.lora.target_modules if c.lora else ():
             table |= {f"{name}/lora_a": 0} if name in ("o_proj", "down_proj") else {f"{name}/lora_b": 1}
-        experts = {"expert": {"mlp/(gate_up|down)$": 0}} if c.mixture else {}
+        experts = {"expert": {"mlp/(gate_up|gate_up_bias|down)$": 0}} if c.mixture else {}
         return {"tensor": table | self.vocabulary} | experts
 
     @property

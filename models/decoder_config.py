@@ -71,6 +71,7 @@ class DecoderConfig:
         feed-forward layers (Granite), and the logits (Cohere, Granite).
       attention_scale: multiplies attention's scores; default: head_dim ** -0.5.
       attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
+      sinks: each head has one more score, a parameter, that weighs no value (GPT-OSS).
       loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
         very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
@@ -113,6 +114,7 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    sinks: bool = False
     loss_tiles: int = 1
     mlp_tiles: int = 1
     lora: LoRAConfig | None = None
@@ -145,10 +147,11 @@ class DecoderConfig:
             )
         if self.attention == "cudnn":
             why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)
+            why = "cuDNN has no sinks" if self.sinks else why
             if why:
                 raise ConfigError(f"{name}: attention = 'cudnn', but {why}: use 'auto' or 'xla'")
         if self.attention == FLASH:
-            given = {"attention_softcap": self.attention_softcap, "window": self.window}
+            given = {"attention_softcap": self.attention_softcap, "window": self.window, "sinks": self.sinks or None}
             for key, value in given.items():
                 if value is not None:
                     raise ConfigError(f"{name}: attention = {FLASH!r} has no {key} = {value}: use 'auto'")
@@ -203,11 +206,16 @@ class DecoderConfig:
         if mixture:
             experts = mixture.top_k if active else mixture.num_experts
             wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared) + mixture.shared_gate
+            wide += experts * mixture.biases
         heads, keys = self.num_heads, self.num_heads + self.num_kv_heads
         norms = {"before": 2, "after": 2, "both": 4}[self.norms] - (self.parallel == "one_norm")
         scales = {None: 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
         biases = (heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias + self.d_model * self.out_bias
-        biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
+        if mixture:
+            biases += (mixture.num_experts + 2 * mixture.width * experts) * mixture.biases
+        else:
+            biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
+        biases += self.num_heads * self.sinks
         matrix = self.d_model * (2 * keys * self.head_dim + wide)
         return matrix + norms * self._norm_parameters + scales * self.head_dim + biases
 

@@ -90,6 +90,13 @@ FAMILIES = {
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM", {}, {"qkv_bias": "qkv_bias"}, {**SLIDING, "qkv_bias": True}, needs=SLIDING
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", {"sinks": True}, BIAS,
+        {
+            "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+            "sliding_window": 128, "sliding_window_pattern": 2,
+        },
+    ),
     "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -230,6 +237,8 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     family = FAMILIES[name]
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
     there |= {key: value for key, value in download.config.items() if value is not None or key == "sliding_window"}
+    if there.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        del there["quantization_config"]  # `load_weights` reads it
     keys: Keys = {**KEYS, **family.keys}
     problems = [f"config.json has no {keys[field]}" for field in SIZES if keys[field] not in there]
     lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero.errors import ConfigError
@@ -17,8 +18,11 @@ class Names(NamedTuple):
       layer: the mixture in a layer.
       parts: an expert's gate, up and down.
       experts, width: keys of config.json; transformers 5 calls the first num_local_experts in each family.
-      shared: of the width of the expert that all tokens use, which has a gate.
       fixed: what its config.json needs besides, and what the decoder needs of it.
+      shared: of the width of the expert that all tokens use, which has a gate.
+      router: its name in the mixture.
+      together: a tensor has one of the matrices of all experts, gates and values of an expert with these axes.
+      fields: of `MixtureConfig`, which the family always has.
     """
 
     layer: str
@@ -27,10 +31,20 @@ class Names(NamedTuple):
     width: str
     fixed: dict[str, Any]
     shared: str | None = None
+    router: str = "gate"
+    together: tuple[int, ...] = ()
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 NAMES = {
-    "mixtral": Names("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size", {}),
+    "mixtral": Names(
+        "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size", {},
+        fields={"normalize": True},
+    ),
+    "gpt_oss": Names(
+        "mlp", ("gate", "up", "down"), "num_local_experts", "intermediate_size", {}, router="router",
+        together=(0, 1, 3, 2), fields={"normalize": True, "biases": True},
+    ),
     "qwen3_moe": Names(
         "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
         {"decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -41,7 +55,10 @@ NAMES = {
     ),
 }  # fmt: skip
 EXPERTS = "num_local_experts"
-DEFAULTS = {"mixtral": {EXPERTS: 8, "num_experts_per_tok": 2}}
+DEFAULTS = {
+    "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
+    "gpt_oss": {EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+}
 BALANCE = 0.001  # transformers' default of router_aux_loss_coef
 
 
@@ -65,11 +82,13 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
             problems.append(f"config.json has {key} = {there[key]!r}: models/moe.py has only {value!r}")
     if problems:
         raise ConfigError(*problems)
+    fields = {"normalize": bool(there.get("norm_topk_prob", False)), **names.fields}
+    if "swiglu_limit" in there:
+        fields["clamp"] = there["swiglu_alpha"], there["swiglu_limit"]
     return MixtureConfig(
         there[names.experts], there["num_experts_per_tok"], there[names.width],
-        normalize=family == "mixtral" or bool(there.get("norm_topk_prob", False)),
         balance=there.get("router_aux_loss_coef", BALANCE),
-        shared=there[names.shared] if names.shared else 0, shared_gate=names.shared is not None,
+        shared=there[names.shared] if names.shared else 0, shared_gate=names.shared is not None, **fields,
     )  # fmt: skip
 
 
@@ -86,15 +105,26 @@ def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
         **names.fixed,
         **({names.shared: mixture.shared} if names.shared else {}),
     }
-    return content if family == "mixtral" else content | {"norm_topk_prob": mixture.normalize}
+    content |= {} if "normalize" in names.fields else {"norm_topk_prob": mixture.normalize}
+    return content | dict(zip(("swiglu_alpha", "swiglu_limit"), mixture.clamp or (), strict=False))
 
 
 def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) -> list[dict[str, Any]]:
     """List the rows of the weights' table, see `jzero.weights.name_map`: an expert's matrices are tensors of a file."""
-    names, shape = NAMES[family], [mixture.width, d_model]
-    router = {"name": f"{layer}{names.layer}.gate.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}
-    rows = [router]
-    for expert in range(mixture.num_experts):
+    names, shape, c = NAMES[family], [mixture.width, d_model], mixture
+    router = f"{layer}{names.layer}.{names.router}"
+    rows: list[dict[str, Any]] = [{"name": f"{router}.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}]
+    if names.together:
+        at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
+        cut = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
+        rows.append({"name": f"{at}.gate_up_proj", "leaf": "stack/mlp/gate_up", **cut})
+        rows.append({"name": f"{at}.down_proj", "leaf": "stack/mlp/down"})
+        if c.biases:
+            cut = {"transposed": [axis - (axis > 1) for axis in axes if axis != 1], "reshape": wide}
+            rows.append({"name": f"{router}.bias", "leaf": "stack/mlp/router/bias"})
+            rows.append({"name": f"{at}.gate_up_proj_bias", "leaf": "stack/mlp/gate_up_bias", **cut})
+            rows.append({"name": f"{at}.down_proj_bias", "leaf": "stack/mlp/down_bias"})
+    for expert in range(0 if names.together else c.num_experts):
         gate, up, down = (f"{layer}{names.layer}.experts.{expert}.{part}.weight" for part in names.parts)
         one = [0, expert, expert + 1]
         for i, name in enumerate((gate, up)):

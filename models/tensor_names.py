@@ -18,7 +18,7 @@ Row = dict[str, Any]
 NAMES = {
     "embed": "model.embed_tokens", "layer": "model.layers.{layer}.", "norm": "model.norm", "head": "lm_head",
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "qkv": "self_attn.{part}_proj",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
+    "sinks": "self_attn.sinks", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
     "gate_up": "mlp.{part}_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
 }  # fmt: skip
 OUTSIDE = ("embed", "norm", "head", "layer")  # of the layers
@@ -83,6 +83,7 @@ def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
             rows.append({"name": f"{name}.bias{end}", "leaf": f"{leaf}/bias", **cut})
     for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)) if c.qk_norm else ():
         rows += _head_norm(c, names[f"{part}_norm"], f"stack/attention/{part}_norm", heads)
+    rows += [{"name": names["sinks"], "leaf": "stack/attention/sinks", "reshape": [c.num_heads]}] if c.sinks else []
     out = names["out"], "stack/attention/out"
     return [*rows, _matrix(*out), *_bias(*out, c.out_bias)]
 

@@ -78,6 +78,11 @@ FAMILIES = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
     "qwen2_moe": ("Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("Qwen3Moe", {**WIDE, **GATED}),
+    "gpt_oss": (
+        "GptOss", {**WIDE, **MIXED, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
+                   "router_aux_loss_coef": 0.0, "rope_parameters": {**YARN, "truncate": False},
+                   "max_position_embeddings": 64, "swiglu_limit": 1.0},
+    ),
     "gemma": ("Gemma", WIDE),
     "gemma2": (
         "Gemma2",
