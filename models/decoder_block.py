@@ -5,6 +5,8 @@ Shape suffixes are those of models/decoder.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -71,7 +73,7 @@ class Block(nnx.Module):
         x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
         if not isinstance(x, Carry):
             return x_BSD
-        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        metrics = carry.metrics if metrics is None else jax.tree.map(jnp.add, carry.metrics, metrics)
         return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
 
     def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
@@ -102,6 +104,26 @@ class Block(nnx.Module):
 
     def scaled(self, y_BSD: jax.Array) -> jax.Array:
         return times(y_BSD, self.config.residual_scale)
+
+
+class LayerGroup(nnx.Module):
+    """Layers that follow each other and differ: before the stack, or as one layer of it."""
+
+    def __init__(self, configs: Iterable[DecoderConfig], *, rngs: nnx.Rngs):
+        self.layers = nnx.List([Block(config, rngs=rngs) for config in configs])
+
+    def __call__(self, x: Hidden) -> Hidden:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def decode(self, x: Decoding, caches: Sequence[KVCache]) -> tuple[Decoding, Sequence[KVCache]]:
+        """Run the layers in generation, each with its cache."""
+        new = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer.decode(x, cache)
+            new.append(cache)
+        return x, new
 
 
 def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:

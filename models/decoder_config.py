@@ -30,6 +30,10 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _repeats(flags: list[bool], step: int) -> bool:
+    return len(flags) % step == 0 and flags[step:] == flags[:-step]
+
+
 def check_fields(config: type, changes: Mapping[str, Any]) -> None:
     """Raise a ConfigError for changes to fields that a config does not have."""
     fields = [field.name for field in dataclasses.fields(config)]
@@ -75,7 +79,8 @@ class DecoderConfig:
       loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
         very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
-      mixture: experts instead of the feed-forward layers; d_ff is then unused (Mixtral, Qwen3-MoE).
+      mixture: experts instead of the feed-forward layers; d_ff is then that of `dense_layers` (Mixtral, Qwen3-MoE).
+      dense_layers: the numbers of layers without the mixture (DeepSeek: the first ones).
       download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
     """
 
@@ -119,6 +124,7 @@ class DecoderConfig:
     mlp_tiles: int = 1
     lora: LoRAConfig | None = None
     mixture: MixtureConfig | None = None
+    dense_layers: tuple[int, ...] = ()
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -134,6 +140,10 @@ class DecoderConfig:
             raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
         if self.parallel and self.norms != "before":
             raise ConfigError(f"{name}: parallel = {self.parallel!r} needs norms = 'before', not {self.norms!r}")
+        dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
+        object.__setattr__(self, "dense_layers", dense)  # num_layers may have become smaller
+        if dense and (self.mixture is None or len(dense) == self.num_layers):
+            raise ConfigError(f"{name}: dense_layers = {dense} of {self.num_layers} needs a mixture in other layers")
         if self.mixture and not self.gated:
             raise ConfigError(f"{name}: gated = False: experts are gated; leave it out")
         alone = {"gate_proj", "up_proj", "down_proj"} & set(self.lora.target_modules if self.lora else ())
@@ -184,6 +194,32 @@ class DecoderConfig:
         """Whether a layer's index decides what it computes."""
         return bool(self.global_layers or self.rope_layers)
 
+    def of_layer(self, number: int) -> DecoderConfig:
+        """Return the config of a layer, which has a mixture or none."""
+        return dataclasses.replace(self, mixture=None, dense_layers=()) if number in self.dense_layers else self
+
+    @property
+    def layer_ranges(self) -> tuple[range, list[range]]:
+        """(The numbers of the layers before the stack, those of the layers that are one layer of the stack).
+
+        One program runs all layers of the stack. If layers differ, the first ones come before it, and several that
+        follow each other are one layer of it: as few as the pattern allows.
+        """
+        layers = range(self.num_layers)
+        dense = [number in self.dense_layers for number in layers]
+        splits = ((first, step) for first in layers for step in range(1, self.num_layers + 1 - first))
+        first, step = min((x for x in splits if _repeats(dense[x[0] :], x[1])), key=sum)
+        return layers[:first], [layers[first + i :: step] for i in range(step)]
+
+    @property
+    def layer_paths(self) -> dict[str, range]:
+        """{path of parameters: the numbers of the layers that lie there}."""
+        first, group = self.layer_ranges
+        paths = {f"ends/first/layers/{i}": first[i : i + 1] for i in first}
+        return paths | (
+            {f"stack/layers/{i}": x for i, x in enumerate(group)} if len(group) > 1 else {"stack": group[0]}
+        )
+
     @property
     def vocab_rows(self) -> int:
         """The rows of the embedding, padding included."""
@@ -193,7 +229,7 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
         ends = self.d_model * self.vocab_rows * (1 if self.tied else 2) + self._norm_parameters
-        return self.num_layers * self.layer_parameters() + ends
+        return sum(self.of_layer(i).layer_parameters() for i in range(self.num_layers)) + ends
 
     @property
     def _norm_parameters(self) -> int:
@@ -225,7 +261,8 @@ class DecoderConfig:
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
         keys that a token sees, on average, for attention's two products: half the sequence, or less with a window.
         """
-        used = self.num_layers * self.layer_parameters(active=True) + self.d_model * (1 + self.vocab_rows)
+        layers = sum(self.of_layer(i).layer_parameters(active=True) for i in range(self.num_layers))
+        used = layers + self.d_model * (1 + self.vocab_rows)
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))

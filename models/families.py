@@ -17,7 +17,7 @@ from .decoder_config import DecoderConfig, check_fields
 from .downloads import ADVICE, Download
 from .layer_patterns import KINDS, patterns_json, patterns_of
 from .lora import adapters_table
-from .moe_families import NAMES, mixture_json, mixture_of
+from .moe_families import NAMES, dense_json, dense_of, mixture_json, mixture_of
 from .rope_json import rope_json, rope_of
 from .tensor_names import tensor_rows
 
@@ -260,6 +260,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
     found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there)}
+    found["dense_layers"] = dense_of(there)
     found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
     found |= rope_of(there, found["global_layers"] is not None)
     return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
@@ -369,5 +370,6 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     content["hidden_size"] = c.d_model
     if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
-    content |= mixture_json(c.family, c.mixture) if c.mixture else {}
+    if c.mixture:
+        content |= {**mixture_json(c.family, c.mixture), **dense_json(c.family, c.dense_layers, there)}
     return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)

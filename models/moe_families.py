@@ -18,8 +18,8 @@ class Names(NamedTuple):
       layer: the mixture in a layer.
       parts: an expert's gate, up and down.
       experts, width: keys of config.json; transformers 5 calls the first num_local_experts in each family.
-      fixed: what its config.json needs besides, and what the decoder needs of it.
       shared: of the width of the expert that all tokens use, which has a gate.
+      dense: the key of the layers without a mixture.
       router: its name in the mixture.
       together: a tensor has one of the matrices of all experts, gates and values of an expert with these axes.
       fields: of `MixtureConfig`, which the family always has.
@@ -29,8 +29,8 @@ class Names(NamedTuple):
     parts: tuple[str, str, str]
     experts: str
     width: str
-    fixed: dict[str, Any]
     shared: str | None = None
+    dense: str | None = None
     router: str = "gate"
     together: tuple[int, ...] = ()
     fields: Mapping[str, Any] = MappingProxyType({})
@@ -38,23 +38,25 @@ class Names(NamedTuple):
 
 NAMES = {
     "mixtral": Names(
-        "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size", {},
+        "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size",
         fields={"normalize": True},
     ),
     "gpt_oss": Names(
-        "mlp", ("gate", "up", "down"), "num_local_experts", "intermediate_size", {}, router="router",
+        "mlp", ("gate", "up", "down"), "num_local_experts", "intermediate_size", router="router",
         together=(0, 1, 3, 2), fields={"normalize": True, "biases": True},
     ),
     "qwen3_moe": Names(
         "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
-        {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        dense="mlp_only_layers",
     ),
     "qwen2_moe": Names(
         "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
-        {"decoder_sparse_step": 1, "mlp_only_layers": []}, "shared_expert_intermediate_size",
+        "shared_expert_intermediate_size", "mlp_only_layers",
     ),
 }  # fmt: skip
 EXPERTS = "num_local_experts"
+FIXED = {"router_jitter_noise": 0.0}
+DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
 DEFAULTS = {
     "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
     "gpt_oss": {EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
@@ -66,7 +68,7 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     """Read the mixture of a config.json; None if its family has none.
 
     Raises:
-      ConfigError: keys that are missing, layers without experts among those with them, noise in the router.
+      ConfigError: keys that are missing, noise in the router.
     """
     family = there["model_type"]
     if family not in NAMES:
@@ -76,8 +78,7 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     wanted_keys = (names.experts, names.width, "num_experts_per_tok", *([names.shared] if names.shared else []))
     missing = [key for key in wanted_keys if there.get(key) is None]
     problems = [f"config.json has no {key}" for key in missing]
-    wanted = {**names.fixed, "router_jitter_noise": 0.0}
-    for key, value in wanted.items():
+    for key, value in FIXED.items():
         if (there.get(key) or value) != value:
             problems.append(f"config.json has {key} = {there[key]!r}: models/moe.py has only {value!r}")
     if problems:
@@ -102,11 +103,28 @@ def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
         names.width: mixture.width,
         "router_aux_loss_coef": mixture.balance,
         "output_router_logits": False,
-        **names.fixed,
         **({names.shared: mixture.shared} if names.shared else {}),
     }
     content |= {} if "normalize" in names.fields else {"norm_topk_prob": mixture.normalize}
     return content | dict(zip(("swiglu_alpha", "swiglu_limit"), mixture.clamp or (), strict=False))
+
+
+def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read the numbers of the layers without a mixture."""
+    if there["model_type"] not in NAMES:
+        return ()
+    only, step, first = (there.get(key) for key in DENSE)
+    layers = range(there["num_hidden_layers"])
+    return tuple(i for i in layers if i in (only or ()) or (i + 1) % (step or 1) or i < (first or 0))
+
+
+def dense_json(family: str, dense: tuple[int, ...], there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json has of them; a download's own keys stay if they still hold."""
+    if there and dense_of(there) == dense:
+        return {key: there[key] for key in DENSE if key in there}
+    if NAMES[family].dense == "mlp_only_layers":
+        return {"mlp_only_layers": list(dense), "decoder_sparse_step": 1}
+    return {"first_k_dense_replace": len(dense)} if NAMES[family].dense else {}
 
 
 def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) -> list[dict[str, Any]]:

@@ -77,7 +77,11 @@ FAMILIES = {
     "qwen3": ("Qwen3", WIDE),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
     "qwen2_moe": ("Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}),
+    "qwen2_moe-every_2": (
+        "Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
     "qwen3_moe": ("Qwen3Moe", {**WIDE, **GATED}),
+    "qwen3_moe-dense_0": ("Qwen3Moe", {**WIDE, **GATED, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
     "gpt_oss": (
         "GptOss", {**WIDE, **MIXED, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
                    "router_aux_loss_coef": 0.0, "rope_parameters": {**YARN, "truncate": False},
