@@ -18,7 +18,7 @@ class Names(NamedTuple):
       layer: the mixture in a layer.
       parts: an expert's gate, up and down.
       experts, width: keys of config.json; transformers 5 calls the first num_local_experts in each family.
-      shared: of the width of the expert that all tokens use, which has a gate.
+      shared: of the width of the expert that all tokens use, or of how many times that of the others.
       dense: the key of the layers without a mixture.
       router: its name in the mixture.
       together: a tensor has one of the matrices of all experts, gates and values of an expert with these axes.
@@ -36,6 +36,7 @@ class Names(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({})
 
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 NAMES = {
     "mixtral": Names(
         "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size",
@@ -46,17 +47,18 @@ NAMES = {
         together=(0, 1, 3, 2), fields={"normalize": True, "biases": True},
     ),
     "qwen3_moe": Names(
-        "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
+        "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",
         dense="mlp_only_layers",
     ),
     "qwen2_moe": Names(
-        "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
-        "shared_expert_intermediate_size", "mlp_only_layers",
+        "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "mlp_only_layers", fields={"shared_gate": True},
     ),
 }  # fmt: skip
 EXPERTS = "num_local_experts"
 FIXED = {"router_jitter_noise": 0.0}
 DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
+TIMES = "n_shared_experts"
 DEFAULTS = {
     "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
     "gpt_oss": {EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
@@ -84,12 +86,15 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     if problems:
         raise ConfigError(*problems)
     fields = {"normalize": bool(there.get("norm_topk_prob", False)), **names.fields}
+    if names.shared:
+        fields["shared"] = there[names.shared] * (there[names.width] if names.shared == TIMES else 1)
+    if there.get("topk_method", "") in LIMITED and there.get("n_group"):
+        fields["groups"] = there["n_group"], there["topk_group"], LIMITED[there["topk_method"]]
     if "swiglu_limit" in there:
         fields["clamp"] = there["swiglu_alpha"], there["swiglu_limit"]
     return MixtureConfig(
         there[names.experts], there["num_experts_per_tok"], there[names.width],
-        balance=there.get("router_aux_loss_coef", BALANCE),
-        shared=there[names.shared] if names.shared else 0, shared_gate=names.shared is not None, **fields,
+        scale=there.get("routed_scaling_factor", 1.0), **{"balance": there.get("router_aux_loss_coef", BALANCE), **fields},
     )  # fmt: skip
 
 
