@@ -9,7 +9,7 @@ Shape suffixes:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ class KVCache(NamedTuple):
         """Write keys and values into the columns from `column` on."""
         new = (x.astype(there.dtype) for x, there in zip((k_BSKC, v_BSKC), self, strict=True))
         return KVCache(*(lax.dynamic_update_slice_in_dim(t, x, column, 1) for t, x in zip(self, new, strict=True)))
+
+
+Cache = Any  # a layer's: a KVCache, or the latents of latent attention
 
 
 class Decoding(NamedTuple):

@@ -24,7 +24,7 @@ from jzero.attention_kernels import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Decoding, Hidden, KVCache
+from .attention import Cache, Carry, Decoding, Hidden, KVCache
 from .batches import column
 from .decoder_attention import linear_of
 from .decoder_block import Block, LayerGroup, times
@@ -113,21 +113,23 @@ class Decoder(nnx.Module):
         """Normalise the stack's output; its product with the head are the logits."""
         return times(self.norm(x_BSD), self.config.logit_scale)
 
-    def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> KVCache | list[KVCache]:
+    def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
         """Make the empty cache of a layer of the stack for generation, see `jzero.model`."""
         group = [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[1]]
         return group if len(group) > 1 else group[0]
 
-    def make_prefix_cache(self, rows: int, length: int, dtype: jnp.dtype) -> list[KVCache]:
+    def make_prefix_cache(self, rows: int, length: int, dtype: jnp.dtype) -> list[Cache]:
         """Make the empty caches of the layers before the stack."""
         return [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[0]]
 
-    def _empty(self, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+    def _empty(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
+        if m := self.config.latent:
+            return jnp.zeros((rows, length, m.rank + m.rotated), dtype)
         return KVCache.empty(rows, length, self.config.num_kv_heads, self.config.head_dim, dtype)
 
     def decode_prefix(
-        self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None, cache: Sequence[KVCache]
-    ) -> tuple[Decoding, Sequence[KVCache]]:
+        self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None, cache: Sequence[Cache]
+    ) -> tuple[Decoding, Sequence[Cache]]:
         x = Decoding(self.embedded(tokens_BS), column, padding_B, self.first_layer)
         return self.first.decode(x, cache) if cache else (x, cache)
 
@@ -177,6 +179,8 @@ class Decoder(nnx.Module):
         Key-value heads are divided together with their queries, gate together with up.
         """
         c, table = self.config, {"qkv/kernel": 1, "qkv/bias": 0, "attention/out/kernel": 0}
+        if c.latent:
+            table = {"attention/(q|kv)_up/kernel": 1, "attention/out/kernel": 0}
         if c.mixture:
             table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
             table |= {"mlp/gate_up_bias": 2} if c.mixture.biases else {}
@@ -203,7 +207,11 @@ class Decoder(nnx.Module):
         cuts = dict[str, tuple]()
         for path, numbers in self.config.layer_paths.items():
             c = self.config.of_layer(numbers[0])
-            cuts[f"{path}/attention/qkv/kernel"] = 2, (c.num_groups, 1, 1)
+            if m := c.latent:
+                cuts[f"{path}/attention/kv_down/kernel"] = 1, (m.rank, m.rotated)
+                cuts[f"{path}/attention/kv_up/kernel"] = 2, (m.plain, m.value)
+            else:
+                cuts[f"{path}/attention/qkv/kernel"] = 2, (c.num_groups, 1, 1)
             if c.mixture:
                 cuts[f"{path}/mlp/gate_up"] = 2, (1, 1), 1
             elif c.gated:

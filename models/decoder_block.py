@@ -13,10 +13,11 @@ from flax import nnx
 
 from jzero.tiling import tiled
 
-from .attention import Carry, Decoding, Hidden, KVCache
+from .attention import Cache, Carry, Decoding, Hidden
 from .blocks import gelu
 from .decoder_attention import Attention, initial, linear_of
 from .decoder_config import DecoderConfig
+from .latent_attention import LatentAttention
 from .lora import FusedLinear
 from .moe import Mixture
 from .norms import make_norm
@@ -59,7 +60,7 @@ class Block(nnx.Module):
         self.config, before, after = config, config.norms != "after", config.norms != "before"
         if before:
             self.attention_norm = make_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
         if before and config.parallel != "one_norm":
             self.mlp_norm = make_norm(config, rngs)
         self.mlp = _feed_forward(config, rngs)
@@ -76,7 +77,7 @@ class Block(nnx.Module):
         metrics = carry.metrics if metrics is None else jax.tree.map(jnp.add, carry.metrics, metrics)
         return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
 
-    def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
+    def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
         """Run the layer in generation."""
         h_BSD = self.normed("attention_norm", x.x_BSD)
         y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
@@ -117,7 +118,7 @@ class LayerGroup(nnx.Module):
             x = layer(x)
         return x
 
-    def decode(self, x: Decoding, caches: Sequence[KVCache]) -> tuple[Decoding, Sequence[KVCache]]:
+    def decode(self, x: Decoding, caches: Sequence[Cache]) -> tuple[Decoding, Sequence[Cache]]:
         """Run the layers in generation, each with its cache."""
         new = []
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -14,6 +14,7 @@ from jzero.errors import ConfigError
 from jzero.values.kinds import closest
 
 from .downloads import Download
+from .latent import LatentConfig
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .rope import RopeScaling
@@ -28,6 +29,11 @@ def padded(size: int, multiple: int) -> int:
     if multiple < 1:
         raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
     return -(-size // multiple) * multiple
+
+
+NOT_LATENT = (
+    "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width",
+)  # fmt: skip
 
 
 def _repeats(flags: list[bool], step: int) -> bool:
@@ -79,6 +85,7 @@ class DecoderConfig:
       loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
         very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
+      latent: latent attention, with which queries, keys and values have other shapes (DeepSeek-V2 and V3).
       mixture: experts instead of the feed-forward layers; d_ff is then that of `dense_layers` (Mixtral, Qwen3-MoE).
       dense_layers: the numbers of layers without the mixture (DeepSeek: the first ones).
       download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
@@ -123,6 +130,7 @@ class DecoderConfig:
     loss_tiles: int = 1
     mlp_tiles: int = 1
     lora: LoRAConfig | None = None
+    latent: LatentConfig | None = None
     mixture: MixtureConfig | None = None
     dense_layers: tuple[int, ...] = ()
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -130,7 +138,7 @@ class DecoderConfig:
     def __post_init__(self):
         name = type(self).__name__
         for words, whole, part in (
-            ("num_heads must divide d_model", self.d_model if self.head_width is None else 0, self.num_heads),
+            ("num_heads must divide d_model", 0 if self.head_width or self.latent else self.d_model, self.num_heads),
             ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),
             ("2 must divide the rotated width of a head, for RoPE", self.rotary_width, 2),
         ):
@@ -138,6 +146,8 @@ class DecoderConfig:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
         if self.global_layers and not self.window:
             raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
+        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)]):
+            raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
         if self.parallel and self.norms != "before":
             raise ConfigError(f"{name}: parallel = {self.parallel!r} needs norms = 'before', not {self.norms!r}")
         dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
@@ -182,12 +192,20 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
+        if self.latent:
+            return self.latent.plain + self.latent.rotated
         return self.d_model // self.num_heads if self.head_width is None else self.head_width
 
     @property
     def rotary_width(self) -> int:
         """The dimensions of a head that RoPE rotates."""
-        return int(self.head_dim * self.partial_rotary)
+        return self.latent.rotated if self.latent else int(self.head_dim * self.partial_rotary)
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies the scores of latent attention."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale * (self.rope_scaling.latent_scale if self.rope_scaling else 1)
 
     @property
     def layers_differ(self) -> bool:
@@ -252,7 +270,10 @@ class DecoderConfig:
         else:
             biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
         biases += self.num_heads * self.sinks
-        matrix = self.d_model * (2 * keys * self.head_dim + wide)
+        attention = 2 * self.d_model * keys * self.head_dim
+        if self.latent:
+            attention = self.latent.num_parameters(self.d_model, heads)
+        matrix = attention + self.d_model * wide
         return matrix + norms * self._norm_parameters + scales * self.head_dim + biases
 
     def flops_per_token(self, sequence: int) -> float:
@@ -267,4 +288,5 @@ class DecoderConfig:
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))
         keys = wide * sequence / 2 + (self.num_layers - wide) * (window - window**2 / (2 * sequence))
-        return 6.0 * used + 12.0 * self.num_heads * self.head_dim * keys
+        widths = self.head_dim + (self.latent.value if self.latent else self.head_dim)
+        return 6.0 * used + 6.0 * self.num_heads * widths * keys

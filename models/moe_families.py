@@ -37,7 +37,17 @@ class Names(NamedTuple):
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DEEPSEEK = (
+    "mlp",
+    PROJECTIONS,
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+)
 NAMES = {
+    "deepseek_v2": Names(*DEEPSEEK, fields={"balance": 0.0, "normalize": False}),
+    "deepseek_v3": Names(*DEEPSEEK, fields={"balance": 0.0, "score": "sigmoid", "bias_rate": 1e-3}),
     "mixtral": Names(
         "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size",
         fields={"normalize": True},
@@ -59,7 +69,8 @@ EXPERTS = "num_local_experts"
 FIXED = {"router_jitter_noise": 0.0}
 DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
 TIMES = "n_shared_experts"
-DEFAULTS = {
+LIMITED = {"group_limited_greedy": 1, "noaux_tc": 2}  # how many of a group's scores count
+DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
     "gpt_oss": {EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
@@ -85,23 +96,24 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
             problems.append(f"config.json has {key} = {there[key]!r}: models/moe.py has only {value!r}")
     if problems:
         raise ConfigError(*problems)
-    fields = {"normalize": bool(there.get("norm_topk_prob", False)), **names.fields}
+    fields: dict[str, Any] = {"normalize": bool(there.get("norm_topk_prob", False))}
+    fields |= {"balance": there.get("router_aux_loss_coef", BALANCE), **names.fields}
     if names.shared:
         fields["shared"] = there[names.shared] * (there[names.width] if names.shared == TIMES else 1)
-    if there.get("topk_method", "") in LIMITED and there.get("n_group"):
+    if there.get("topk_method", "") in LIMITED and there.get("n_group", 1) > 1:
         fields["groups"] = there["n_group"], there["topk_group"], LIMITED[there["topk_method"]]
     if "swiglu_limit" in there:
         fields["clamp"] = there["swiglu_alpha"], there["swiglu_limit"]
     return MixtureConfig(
         there[names.experts], there["num_experts_per_tok"], there[names.width],
-        scale=there.get("routed_scaling_factor", 1.0), **{"balance": there.get("router_aux_loss_coef", BALANCE), **fields},
+        scale=there.get("routed_scaling_factor", 1.0), **fields,
     )  # fmt: skip
 
 
 def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
     """Return what config.json has of a mixture."""
     names = NAMES[family]
-    content = {
+    content: dict[str, Any] = {
         names.experts: mixture.num_experts,
         EXPERTS: mixture.num_experts,
         "num_experts_per_tok": mixture.top_k,
@@ -110,6 +122,14 @@ def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
         "output_router_logits": False,
         **({names.shared: mixture.shared} if names.shared else {}),
     }
+    if names.shared == TIMES:
+        content |= {TIMES: mixture.shared // mixture.width, "routed_scaling_factor": mixture.scale}
+        method = {best: name for name, best in LIMITED.items()}[mixture.groups[2] if mixture.groups else 2]
+        if mixture.groups or mixture.score == "sigmoid":
+            groups = mixture.groups or (1, 1)
+            content |= {"n_group": groups[0], "topk_group": groups[1], "topk_method": method}
+        else:
+            content["topk_method"] = "greedy"
     content |= {} if "normalize" in names.fields else {"norm_topk_prob": mixture.normalize}
     return content | dict(zip(("swiglu_alpha", "swiglu_limit"), mixture.clamp or (), strict=False))
 
@@ -137,6 +157,8 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
     names, shape, c = NAMES[family], [mixture.width, d_model], mixture
     router = f"{layer}{names.layer}.{names.router}"
     rows: list[dict[str, Any]] = [{"name": f"{router}.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}]
+    if mixture.bias_rate is not None:
+        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias"})
     if names.together:
         at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
         cut = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
@@ -151,15 +173,16 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
         gate, up, down = (f"{layer}{names.layer}.experts.{expert}.{part}.weight" for part in names.parts)
         one = [0, expert, expert + 1]
         for i, name in enumerate((gate, up)):
-            cut = {"slices": [one, [2, i, i + 1]], "transposed": [0, 2, 3, 1], "reshape": shape}
+            cut: dict[str, Any] = {"slices": [one, [2, i, i + 1]], "transposed": [0, 2, 3, 1], "reshape": shape}
             rows.append({"name": name, "leaf": "stack/mlp/gate_up", **cut})
         cut = {"slices": [one], "transposed": [0, 2, 1], "reshape": shape[::-1]}
         rows.append({"name": down, "leaf": "stack/mlp/down", **cut})
     if names.shared:
-        name, width = f"{layer}{names.layer}.shared_expert", mixture.shared
+        name, width = f"{layer}{names.layer}.shared_expert{'s' * (names.shared == TIMES)}", mixture.shared
         for i, part in enumerate(names.parts[:2]):
             cut = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [width, d_model]}
             rows.append({"name": f"{name}.{part}.weight", "leaf": "stack/mlp/shared_gate_up", **cut})
-        for part, leaf in ((f".{names.parts[2]}", "shared_down"), ("_gate", "shared_gate/kernel")):
+        last = {f".{names.parts[2]}": "shared_down", **({"_gate": "shared_gate/kernel"} if mixture.shared_gate else {})}
+        for part, leaf in last.items():
             rows.append({"name": f"{name}{part}.weight", "leaf": f"stack/mlp/{leaf}", "transposed": True})
     return rows

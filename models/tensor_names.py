@@ -9,6 +9,7 @@ from jzero.errors import ConfigError
 
 from .blocks import norm_rows
 from .decoder_config import DecoderConfig
+from .latent import latent_rows
 from .lora import MODULES
 from .moe_families import mixture_rows
 
@@ -87,6 +88,9 @@ def _bias(name: str, leaf: str, has: bool) -> list[Row]:
 
 
 def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
+    out = names["out"], "stack/attention/out"
+    if c.latent:
+        return [*latent_rows(c.latent, c.d_model, c.num_heads, names["layer"]), _matrix(*out)]
     G, leaf, rows = c.num_groups, "stack/attention/qkv", []
     template, number = names["qkv"].removesuffix("[part]"), names["qkv"].endswith("[part]")
     parts = {"q": (0, G), "k": (G, G + 1), "v": (G + 1, G + 2)}
@@ -102,7 +106,6 @@ def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)) if c.qk_norm else ():
         rows += _head_norm(c, names[f"{part}_norm"], f"stack/attention/{part}_norm", heads)
     rows += [{"name": names["sinks"], "leaf": "stack/attention/sinks", "reshape": [c.num_heads]}] if c.sinks else []
-    out = names["out"], "stack/attention/out"
     return [*rows, _matrix(*out), *_bias(*out, c.out_bias)]
 
 

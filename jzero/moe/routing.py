@@ -106,8 +106,8 @@ def route(
         if not 1 <= best <= size or not 1 <= kept <= count or kept * size < top_k:
             raise bad_call(
                 "route",
-                f"groups = {groups} of {experts} experts, top_k = {top_k}; must be (n, k, best): n divides the experts, "
-                f"k <= n groups have top_k experts or more, and each has `best` or more",
+                f"groups = {groups} of {experts} experts, top_k = {top_k}; must be (n, k, best): n divides the "
+                "experts, k <= n groups have top_k experts or more, and each has `best` or more",
             )
     numbers = isinstance(min_capacity, Integral) and isinstance(capacity_factor, Real | None)
     if not numbers or min_capacity < 1 or not 0 < (1 if capacity_factor is None else capacity_factor) < inf:
