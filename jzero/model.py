@@ -44,6 +44,9 @@ are none. With a layer stack the cache is one layer's, and `decode` has three pa
     decode_block(layer, x, cache) -> (x, cache)
     decode_suffix(ends, x) -> logits
 
+For layers in the prefix a model has `make_prefix_cache(rows, length, dtype)`; then `decode_prefix` takes their cache,
+too, and returns (x, cache).
+
 In a pipeline a stage may read the same tokens several times in a row: an array of the cache whose shape depends on
 `length` must then get the same values in the same columns. Others (the state of a recurrent layer) may accumulate.
 

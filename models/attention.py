@@ -9,7 +9,7 @@ Shape suffixes:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ class KVCache(NamedTuple):
         """Write keys and values into the columns from `column` on."""
         new = (x.astype(there.dtype) for x, there in zip((k_BSKC, v_BSKC), self, strict=True))
         return KVCache(*(lax.dynamic_update_slice_in_dim(t, x, column, 1) for t, x in zip(self, new, strict=True)))
+
+
+Cache = Any  # a layer's: a KVCache, or the latents of latent attention
 
 
 class Decoding(NamedTuple):
@@ -90,8 +93,9 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute grouped-query attention [B, S, H, C].
+    """Compute grouped-query attention [B, S, H, C]. With a soft cap or sinks it runs on XLA's kernel, on GPUs too.
 
     Args:
       mask_B1ST: the keys that a query sees; default: all. B or S may be 1.
@@ -100,10 +104,14 @@ def attend(
       window: causal query i sees only the keys after i - window.
       scale: of the scores; default: C ** -0.5.
       softcap: bounds the scores: softcap * tanh(score / softcap).
+      sinks_KG: one more score of each head, of no key: the weights of the keys add to less than 1 (Xiao et al.,
+        arXiv:2309.17453; GPT-OSS).
     """
-    if softcap is not None:
-        o_BSHC = _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap)
-        return o_BSHC.astype(q_BSHC.dtype)
+    if softcap is not None or sinks_KG is not None:
+        S, T = q_BSHC.shape[1], k_BTKC.shape[1]
+        visible_B1ST = visible_ST(S, T, window)[None, None] if causal else jnp.ones((1, 1, S, T), bool)
+        visible_B1ST = visible_B1ST if mask_B1ST is None else visible_B1ST & mask_B1ST
+        return _in_xla(q_BSHC, k_BTKC, v_BTKC, visible_B1ST, scale, softcap, sinks_KG).astype(q_BSHC.dtype)
     if choice == FLASH and causal and mask_B1ST is not None:  # packed documents, padded prompts
         choice = "auto"
     return attention(
@@ -113,18 +121,23 @@ def attend(
     )  # fmt: skip
 
 
-def _soft_capped(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, causal, window, scale, softcap) -> jax.Array:
-    """Compute attention with bounded scores, which jax.nn.dot_product_attention lacks; scores are float32."""
+def _in_xla(q_BSHC, k_BTKC, v_BTKC, visible_B1ST, scale, softcap, sinks_KG) -> jax.Array:
+    """Compute attention with what jax.nn.dot_product_attention lacks; scores are float32."""
     B, S, H, C = q_BSHC.shape
-    T, K = k_BTKC.shape[1:3]
+    K = k_BTKC.shape[2]
     q_BSKGC = q_BSHC.reshape(B, S, K, H // K, C)
     scores_BKGST = jnp.einsum("bskgc,btkc->bkgst", q_BSKGC, k_BTKC, preferred_element_type=jnp.float32)
-    scores_BKGST = softcap * jnp.tanh(scores_BKGST * ((C**-0.5 if scale is None else scale) / softcap))
-    visible = visible_ST(S, T, window) if causal else jnp.ones((S, T), bool)
-    if mask_B1ST is not None:
-        visible = visible & mask_B1ST[:, :, None]
-    weights_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, -1e30), axis=-1).astype(v_BTKC.dtype)
-    return jnp.einsum("bkgst,btkc->bskgc", weights_BKGST, v_BTKC).reshape(B, S, H, C)
+    scale = C**-0.5 if scale is None else scale
+    scores_BKGST = scores_BKGST * scale if softcap is None else softcap * jnp.tanh(scores_BKGST * (scale / softcap))
+    scores_BKGST = jnp.where(visible_B1ST[:, :, None], scores_BKGST, -1e30)
+    if sinks_KG is None:
+        weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
+    else:
+        sinks_KG11 = sinks_KG.astype(jnp.float32)[..., None, None]
+        largest = lax.stop_gradient(jnp.maximum(scores_BKGST.max(-1, keepdims=True), sinks_KG11))
+        weights_BKGST = jnp.exp(scores_BKGST - largest)
+        weights_BKGST /= weights_BKGST.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - largest)
+    return jnp.einsum("bkgst,btkc->bskgc", weights_BKGST.astype(v_BTKC.dtype), v_BTKC).reshape(B, S, H, C)
 
 
 def visible_ST(S: int, T: int, window: int | None = None, first: int | jax.Array = 0) -> jax.Array:

@@ -13,6 +13,7 @@ Shape suffixes, as in `x_BSD`:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,10 +24,10 @@ from jzero.attention_kernels import kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Decoding, Hidden, KVCache
+from .attention import Cache, Carry, Decoding, Hidden, KVCache
 from .batches import column
 from .decoder_attention import linear_of
-from .decoder_block import Block, times
+from .decoder_block import Block, LayerGroup, times
 from .decoder_config import DecoderConfig
 from .families import weights_table
 from .moe import METRICS
@@ -45,10 +46,15 @@ class Decoder(nnx.Module):
         self.config = c = config
         self.embed = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.vocab_rows, c.d_model)))
 
-        @nnx.split_rngs(splits=c.num_layers)
+        first, group = c.layer_ranges
+        if first:
+            self.first = LayerGroup(map(c.of_layer, first), rngs=rngs)
+
+        @nnx.split_rngs(splits=len(group[0]))
         @nnx.vmap
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(c, rngs=rngs)
+        def blocks(rngs: nnx.Rngs) -> Block | LayerGroup:
+            configs = [c.of_layer(numbers[0]) for numbers in group]
+            return LayerGroup(configs, rngs=rngs) if len(group) > 1 else Block(*configs, rngs=rngs)
 
         self.stack = blocks(rngs)  # each parameter has a leading layer axis
         self.norm = make_norm(c, rngs)
@@ -60,7 +66,8 @@ class Decoder(nnx.Module):
         segments_BS = batch.get("segments")
         metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.has_aux else None
         plain = segments_BS is None and layer is None and metrics is None
-        return x_BSD if plain else Carry(x_BSD, segments_BS, layer, metrics)
+        x = x_BSD if plain else Carry(x_BSD, segments_BS, layer, metrics)
+        return self.first(x) if hasattr(self, "first") else x
 
     def embedded(self, tokens_BS: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
@@ -82,7 +89,8 @@ class Decoder(nnx.Module):
         if self.config.mixture is None:
             return loss
         assert isinstance(x, Carry) and x.metrics is not None  # noqa: PT018  # the prefix made it
-        metrics = {name: total / self.config.num_layers for name, total in x.metrics.items()}
+        layers = self.config.num_layers - len(self.config.dense_layers)
+        metrics = {name: total / layers for name, total in x.metrics.items()}
         balance = self.config.mixture.balance * metrics["balance_loss"]
         return Mean(loss.sum + balance * loss.count, loss.count), {"cross_entropy": loss, **metrics}
 
@@ -105,12 +113,25 @@ class Decoder(nnx.Module):
         """Normalise the stack's output; its product with the head are the logits."""
         return times(self.norm(x_BSD), self.config.logit_scale)
 
-    def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
-        """Make a layer's empty cache for generation, see `jzero.model`."""
+    def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Make the empty cache of a layer of the stack for generation, see `jzero.model`."""
+        group = [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[1]]
+        return group if len(group) > 1 else group[0]
+
+    def make_prefix_cache(self, rows: int, length: int, dtype: jnp.dtype) -> list[Cache]:
+        """Make the empty caches of the layers before the stack."""
+        return [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[0]]
+
+    def _empty(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
+        if m := self.config.latent:
+            return jnp.zeros((rows, length, m.rank + m.rotated), dtype)
         return KVCache.empty(rows, length, self.config.num_kv_heads, self.config.head_dim, dtype)
 
-    def decode_prefix(self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None) -> Decoding:
-        return Decoding(self.embedded(tokens_BS), column, padding_B, self.first_layer)
+    def decode_prefix(
+        self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None, cache: Sequence[Cache]
+    ) -> tuple[Decoding, Sequence[Cache]]:
+        x = Decoding(self.embedded(tokens_BS), column, padding_B, self.first_layer)
+        return self.first.decode(x, cache) if cache else (x, cache)
 
     def decode_suffix(self, x: Decoding) -> jax.Array:
         """Compute the logits [B, vocab_size] of each row's last token."""
@@ -124,7 +145,8 @@ class Decoder(nnx.Module):
         """Return the lines for the run report, given the compute dtype."""
         c = self.config
         _, names = weights_table(c)
-        return [kernel_note(c.attention, dtype, c.head_dim, c.attention_softcap), *names]
+        note = kernel_note("xla" if c.sinks else c.attention, dtype, c.head_dim, c.attention_softcap)
+        return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
 
     def weights_layout(self) -> dict[str, Any] | None:
         """Describe the parameters in `transformers`, see `jzero.weights.name_map`; None if no class there has them."""
@@ -157,20 +179,24 @@ class Decoder(nnx.Module):
         Key-value heads are divided together with their queries, gate together with up.
         """
         c, table = self.config, {"qkv/kernel": 1, "qkv/bias": 0, "attention/out/kernel": 0}
+        if c.latent:
+            table = {"attention/(q|kv)_up/kernel": 1, "attention/out/kernel": 0}
         if c.mixture:
             table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
+            table |= {"mlp/gate_up_bias": 2} if c.mixture.biases else {}
             table |= {"mlp/shared_gate_up": 2, "mlp/shared_down": 0} if c.mixture.shared else {}
-        elif c.gated:
+        if c.gated and (c.dense_layers or not c.mixture):
             table |= {"gate_up/kernel": 2, "gate_up/bias": 1, "mlp/down/kernel": 0}
-        else:
+        elif not c.gated:
             table |= {"mlp/up/kernel": 1, "mlp/up/bias": 0, "mlp/down/kernel": 0}
+        table |= {"attention/sinks": 0} if c.sinks else {}
         table |= {"attention/[qk]_norm/scale": 0} if c.qk_norm in ("each", "all") else {}
         without = [name for name, has in (("qkv/bias", c.qkv_bias), ("mlp/up/bias", c.mlp_bias)) if not has]
         without += [] if c.mlp_bias else ["gate_up/bias"]
         table = {name: dim for name, dim in table.items() if name not in without}
         for name in c.lora.target_modules if c.lora else ():
             table |= {f"{name}/lora_a": 0} if name in ("o_proj", "down_proj") else {f"{name}/lora_b": 1}
-        experts = {"expert": {"mlp/(gate_up|down)$": 0}} if c.mixture else {}
+        experts = {"expert": {"mlp/(gate_up|gate_up_bias|down)$": 0}} if c.mixture else {}
         return {"tensor": table | self.vocabulary} | experts
 
     @property
@@ -178,9 +204,18 @@ class Decoder(nnx.Module):
         """The cuts of the parameters that contain several matrices, see `jzero.model`."""
         if self.config.lora and self.config.lora.quantized:
             return {}  # frozen, so no optimizer sees them
-        cuts = {"stack/attention/qkv/kernel": (2, (self.config.num_groups, 1, 1))}
-        mixture = self.config.mixture
-        if mixture is None:
-            return cuts | ({"stack/mlp/gate_up/kernel": (1, (1, 1))} if self.config.gated else {})
-        shared = {"stack/mlp/shared_gate_up": (1, (1, 1))} if mixture.shared else {}
-        return cuts | {"stack/mlp/gate_up": (2, (1, 1), 1)} | shared
+        cuts = dict[str, tuple]()
+        for path, numbers in self.config.layer_paths.items():
+            c = self.config.of_layer(numbers[0])
+            if m := c.latent:
+                cuts[f"{path}/attention/kv_down/kernel"] = 1, (m.rank, m.rotated)
+                cuts[f"{path}/attention/kv_up/kernel"] = 2, (m.plain, m.value)
+            else:
+                cuts[f"{path}/attention/qkv/kernel"] = 2, (c.num_groups, 1, 1)
+            if c.mixture:
+                cuts[f"{path}/mlp/gate_up"] = 2, (1, 1), 1
+            elif c.gated:
+                cuts[f"{path}/mlp/gate_up/kernel"] = 1, (1, 1)
+            if c.mixture and c.mixture.shared:
+                cuts[f"{path}/mlp/shared_gate_up"] = 1, (1, 1)
+        return cuts

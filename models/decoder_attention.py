@@ -34,6 +34,8 @@ class Attention(nnx.Module):
             c.d_model, shape, 1, widths, c.lora, rngs=rngs, use_bias=c.qkv_bias, kernel_init=initial(c)
         )
         self.out = linear_of(c, c.num_heads * c.head_dim, c.d_model, "o_proj", rngs, last=True, bias=c.out_bias)
+        if c.sinks:
+            self.sinks = nnx.Param(initial(c)(rngs.params(), (c.num_kv_heads, c.num_groups)))
         if c.qk_norm:
             self.q_norm, self.k_norm = query_key_norms(c, rngs)
 
@@ -99,7 +101,8 @@ class Attention(nnx.Module):
         c = self.config
         o_BSHC = attend(
             q_BSHC, k_BTKC, v_BTKC, mask_B1ST,
-            choice=c.attention, softcap=c.attention_softcap, scale=c.attention_scale, **visible,
+            choice=c.attention, softcap=c.attention_softcap, scale=c.attention_scale,
+            sinks_KG=self.sinks[...] if c.sinks else None, **visible,
         )  # fmt: skip
         return self.out(o_BSHC.reshape(*o_BSHC.shape[:2], -1))
 

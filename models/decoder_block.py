@@ -5,16 +5,19 @@ Shape suffixes are those of models/decoder.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jzero.tiling import tiled
 
-from .attention import Carry, Decoding, Hidden, KVCache
+from .attention import Cache, Carry, Decoding, Hidden
 from .blocks import gelu
 from .decoder_attention import Attention, initial, linear_of
 from .decoder_config import DecoderConfig
+from .latent_attention import LatentAttention
 from .lora import FusedLinear
 from .moe import Mixture
 from .norms import make_norm
@@ -57,7 +60,7 @@ class Block(nnx.Module):
         self.config, before, after = config, config.norms != "after", config.norms != "before"
         if before:
             self.attention_norm = make_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
         if before and config.parallel != "one_norm":
             self.mlp_norm = make_norm(config, rngs)
         self.mlp = _feed_forward(config, rngs)
@@ -71,10 +74,10 @@ class Block(nnx.Module):
         x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
         if not isinstance(x, Carry):
             return x_BSD
-        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        metrics = carry.metrics if metrics is None else jax.tree.map(jnp.add, carry.metrics, metrics)
         return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
 
-    def decode(self, x: Decoding, cache: KVCache) -> tuple[Decoding, KVCache]:
+    def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
         """Run the layer in generation."""
         h_BSD = self.normed("attention_norm", x.x_BSD)
         y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
@@ -102,6 +105,26 @@ class Block(nnx.Module):
 
     def scaled(self, y_BSD: jax.Array) -> jax.Array:
         return times(y_BSD, self.config.residual_scale)
+
+
+class LayerGroup(nnx.Module):
+    """Layers that follow each other and differ: before the stack, or as one layer of it."""
+
+    def __init__(self, configs: Iterable[DecoderConfig], *, rngs: nnx.Rngs):
+        self.layers = nnx.List([Block(config, rngs=rngs) for config in configs])
+
+    def __call__(self, x: Hidden) -> Hidden:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def decode(self, x: Decoding, caches: Sequence[Cache]) -> tuple[Decoding, Sequence[Cache]]:
+        """Run the layers in generation, each with its cache."""
+        new = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer.decode(x, cache)
+            new.append(cache)
+        return x, new
 
 
 def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:

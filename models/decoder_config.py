@@ -14,6 +14,7 @@ from jzero.errors import ConfigError
 from jzero.values.kinds import closest
 
 from .downloads import Download
+from .latent import LatentConfig
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .rope import RopeScaling
@@ -28,6 +29,15 @@ def padded(size: int, multiple: int) -> int:
     if multiple < 1:
         raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
     return -(-size // multiple) * multiple
+
+
+NOT_LATENT = (
+    "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width",
+)  # fmt: skip
+
+
+def _repeats(flags: list[bool], step: int) -> bool:
+    return len(flags) % step == 0 and flags[step:] == flags[:-step]
 
 
 def check_fields(config: type, changes: Mapping[str, Any]) -> None:
@@ -71,10 +81,13 @@ class DecoderConfig:
         feed-forward layers (Granite), and the logits (Cohere, Granite).
       attention_scale: multiplies attention's scores; default: head_dim ** -0.5.
       attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
+      sinks: each head has one more score, a parameter, that weighs no value (GPT-OSS).
       loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
         very long sequences; see `jzero.tiled`.
       lora: low-rank adapters beside the layers' matrices.
-      mixture: experts instead of the feed-forward layers; d_ff is then unused (Mixtral, Qwen3-MoE).
+      latent: latent attention, with which queries, keys and values have other shapes (DeepSeek-V2 and V3).
+      mixture: experts instead of the feed-forward layers; d_ff is then that of `dense_layers` (Mixtral, Qwen3-MoE).
+      dense_layers: the numbers of layers without the mixture (DeepSeek: the first ones).
       download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
     """
 
@@ -113,16 +126,19 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    sinks: bool = False
     loss_tiles: int = 1
     mlp_tiles: int = 1
     lora: LoRAConfig | None = None
+    latent: LatentConfig | None = None
     mixture: MixtureConfig | None = None
+    dense_layers: tuple[int, ...] = ()
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         name = type(self).__name__
         for words, whole, part in (
-            ("num_heads must divide d_model", self.d_model if self.head_width is None else 0, self.num_heads),
+            ("num_heads must divide d_model", 0 if self.head_width or self.latent else self.d_model, self.num_heads),
             ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),
             ("2 must divide the rotated width of a head, for RoPE", self.rotary_width, 2),
         ):
@@ -130,8 +146,14 @@ class DecoderConfig:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
         if self.global_layers and not self.window:
             raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
+        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)]):
+            raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
         if self.parallel and self.norms != "before":
             raise ConfigError(f"{name}: parallel = {self.parallel!r} needs norms = 'before', not {self.norms!r}")
+        dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
+        object.__setattr__(self, "dense_layers", dense)  # num_layers may have become smaller
+        if dense and (self.mixture is None or len(dense) == self.num_layers):
+            raise ConfigError(f"{name}: dense_layers = {dense} of {self.num_layers} needs a mixture in other layers")
         if self.mixture and not self.gated:
             raise ConfigError(f"{name}: gated = False: experts are gated; leave it out")
         alone = {"gate_proj", "up_proj", "down_proj"} & set(self.lora.target_modules if self.lora else ())
@@ -145,10 +167,11 @@ class DecoderConfig:
             )
         if self.attention == "cudnn":
             why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)
+            why = "cuDNN has no sinks" if self.sinks else why
             if why:
                 raise ConfigError(f"{name}: attention = 'cudnn', but {why}: use 'auto' or 'xla'")
         if self.attention == FLASH:
-            given = {"attention_softcap": self.attention_softcap, "window": self.window}
+            given = {"attention_softcap": self.attention_softcap, "window": self.window, "sinks": self.sinks or None}
             for key, value in given.items():
                 if value is not None:
                     raise ConfigError(f"{name}: attention = {FLASH!r} has no {key} = {value}: use 'auto'")
@@ -169,17 +192,51 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
+        if self.latent:
+            return self.latent.plain + self.latent.rotated
         return self.d_model // self.num_heads if self.head_width is None else self.head_width
 
     @property
     def rotary_width(self) -> int:
         """The dimensions of a head that RoPE rotates."""
-        return int(self.head_dim * self.partial_rotary)
+        return self.latent.rotated if self.latent else int(self.head_dim * self.partial_rotary)
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies the scores of latent attention."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale * (self.rope_scaling.latent_scale if self.rope_scaling else 1)
 
     @property
     def layers_differ(self) -> bool:
         """Whether a layer's index decides what it computes."""
         return bool(self.global_layers or self.rope_layers)
+
+    def of_layer(self, number: int) -> DecoderConfig:
+        """Return the config of a layer, which has a mixture or none."""
+        return dataclasses.replace(self, mixture=None, dense_layers=()) if number in self.dense_layers else self
+
+    @property
+    def layer_ranges(self) -> tuple[range, list[range]]:
+        """(The numbers of the layers before the stack, those of the layers that are one layer of the stack).
+
+        One program runs all layers of the stack. If layers differ, the first ones come before it, and several that
+        follow each other are one layer of it: as few as the pattern allows.
+        """
+        layers = range(self.num_layers)
+        dense = [number in self.dense_layers for number in layers]
+        splits = ((first, step) for first in layers for step in range(1, self.num_layers + 1 - first))
+        first, step = min((x for x in splits if _repeats(dense[x[0] :], x[1])), key=sum)
+        return layers[:first], [layers[first + i :: step] for i in range(step)]
+
+    @property
+    def layer_paths(self) -> dict[str, range]:
+        """{path of parameters: the numbers of the layers that lie there}."""
+        first, group = self.layer_ranges
+        paths = {f"ends/first/layers/{i}": first[i : i + 1] for i in first}
+        return paths | (
+            {f"stack/layers/{i}": x for i, x in enumerate(group)} if len(group) > 1 else {"stack": group[0]}
+        )
 
     @property
     def vocab_rows(self) -> int:
@@ -190,7 +247,7 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
         ends = self.d_model * self.vocab_rows * (1 if self.tied else 2) + self._norm_parameters
-        return self.num_layers * self.layer_parameters() + ends
+        return sum(self.of_layer(i).layer_parameters() for i in range(self.num_layers)) + ends
 
     @property
     def _norm_parameters(self) -> int:
@@ -203,12 +260,20 @@ class DecoderConfig:
         if mixture:
             experts = mixture.top_k if active else mixture.num_experts
             wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared) + mixture.shared_gate
+            wide += experts * mixture.biases
         heads, keys = self.num_heads, self.num_heads + self.num_kv_heads
         norms = {"before": 2, "after": 2, "both": 4}[self.norms] - (self.parallel == "one_norm")
         scales = {None: 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
         biases = (heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias + self.d_model * self.out_bias
-        biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
-        matrix = self.d_model * (2 * keys * self.head_dim + wide)
+        if mixture:
+            biases += (mixture.num_experts + 2 * mixture.width * experts) * mixture.biases
+        else:
+            biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
+        biases += self.num_heads * self.sinks
+        attention = 2 * self.d_model * keys * self.head_dim
+        if self.latent:
+            attention = self.latent.num_parameters(self.d_model, heads)
+        matrix = attention + self.d_model * wide
         return matrix + norms * self._norm_parameters + scales * self.head_dim + biases
 
     def flops_per_token(self, sequence: int) -> float:
@@ -217,9 +282,11 @@ class DecoderConfig:
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
         keys that a token sees, on average, for attention's two products: half the sequence, or less with a window.
         """
-        used = self.num_layers * self.layer_parameters(active=True) + self.d_model * (1 + self.vocab_rows)
+        layers = sum(self.of_layer(i).layer_parameters(active=True) for i in range(self.num_layers))
+        used = layers + self.d_model * (1 + self.vocab_rows)
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))
         keys = wide * sequence / 2 + (self.num_layers - wide) * (window - window**2 / (2 * sequence))
-        return 6.0 * used + 12.0 * self.num_heads * self.head_dim * keys
+        widths = self.head_dim + (self.latent.value if self.latent else self.head_dim)
+        return 6.0 * used + 6.0 * self.num_heads * widths * keys

@@ -15,9 +15,10 @@ from jzero.errors import ConfigError
 
 from .decoder_config import DecoderConfig, check_fields
 from .downloads import ADVICE, Download
+from .latent import latent_json, latent_of
 from .layer_patterns import KINDS, patterns_json, patterns_of
 from .lora import adapters_table
-from .moe_families import NAMES, mixture_json, mixture_of
+from .moe_families import NAMES, dense_json, dense_of, mixture_json, mixture_of
 from .rope_json import rope_json, rope_of
 from .tensor_names import tensor_rows
 
@@ -80,6 +81,10 @@ GRANITE: Keys = {
     "attention_scale": "attention_multiplier",
     "logit_scale": ("logits_scaling", -1),
 }
+DEEPSEEK = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
+LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"}),
     "mistral": Family("MistralForCausalLM"),
@@ -89,6 +94,13 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": "shared"}, BIAS, SLIDING),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM", {}, {"qkv_bias": "qkv_bias"}, {**SLIDING, "qkv_bias": True}, needs=SLIDING
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", {"sinks": True}, BIAS,
+        {
+            "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+            "sliding_window": 128, "sliding_window_pattern": 2,
+        },
     ),
     "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
     "gemma2": Family(
@@ -201,12 +213,30 @@ FAMILIES = {
         {**TIED, "use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
         {"up": "mlp.c_fc", "down": "mlp.c_proj"},
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM", {"interleaved_rope": True}, {},
+        {
+            **LATENT, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407,
+            "topk_method": "greedy",
+        },
+        needs={"norm_topk_prob": False, "scoring_func": "softmax", **DEEPSEEK},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", {}, {"interleaved_rope": "rope_interleave"},
+        {
+            **LATENT, "n_shared_experts": 1, "n_routed_experts": 256, "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True,
+            "rope_interleave": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+        },
+        needs={"scoring_func": "sigmoid", **DEEPSEEK},
+    ),
 }  # fmt: skip
 # What a flag of config.json stands for.
 MEANINGS = {
     ("stablelm", "qk_norm"): "each", ("cohere", "qk_norm"): "each", ("stablelm", "parallel"): "one_norm",
     ("gpt_neox", "parallel"): "two_norms",
 }  # fmt: skip
+NULLS = ("sliding_window", "q_lora_rank")  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
 # The fields that files do not have.
 OURS = ("attention", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download", "family")
@@ -229,7 +259,9 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     name = download.config["model_type"]
     family = FAMILIES[name]
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
-    there |= {key: value for key, value in download.config.items() if value is not None or key == "sliding_window"}
+    there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
+    if there.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        del there["quantization_config"]  # `load_weights` reads it
     keys: Keys = {**KEYS, **family.keys}
     problems = [f"config.json has no {keys[field]}" for field in SIZES if keys[field] not in there]
     lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
@@ -244,13 +276,15 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
         raise ConfigError(*problems)
     there.setdefault("num_key_value_heads", there["num_attention_heads"])
     found = {field: _value(there, name, field, key) for field, key in keys.items()}
-    width, heads = there.get("head_dim"), found["num_heads"]
+    found["latent"] = latent_of(there)
+    width, heads = None if found["latent"] else there.get("head_dim"), found["num_heads"]
     if width and width * heads != found["d_model"]:
         found["head_width"] = width
     scale = found.get("attention_scale")
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
     found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there)}
+    found["dense_layers"] = dense_of(there)
     found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
     found |= rope_of(there, found["global_layers"] is not None)
     return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
@@ -326,8 +360,10 @@ def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
     back = decoder_config(Download(content))
     pairs = {f.name: (getattr(config, f.name), getattr(back, f.name)) for f in dataclasses.fields(config)}
     if config.mixture and back.mixture:
-        parts = [f.name for f in dataclasses.fields(config.mixture) if f.name not in ("capacity_factor", "balance")]
+        ours = ("capacity_factor", "balance", "bias_rate")
+        parts = [f.name for f in dataclasses.fields(config.mixture) if f.name not in ours]
         del pairs["mixture"]
+        pairs["a bias for the choice"] = config.mixture.bias_rate is not None, back.mixture.bias_rate is not None
         pairs |= {f"mixture.{key}": (getattr(config.mixture, key), getattr(back.mixture, key)) for key in parts}
     return [f"{key}={here!r}" for key, (here, there) in pairs.items() if key not in OURS and here != there]
 
@@ -358,7 +394,9 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if "attn_logit_softcapping" in content:
         content["hidden_activation"] = content["hidden_act"]
     content["hidden_size"] = c.d_model
+    content |= latent_json(c.latent) if c.latent else {}
     if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
-    content |= mixture_json(c.family, c.mixture) if c.mixture else {}
+    if c.mixture:
+        content |= {**mixture_json(c.family, c.mixture), **dense_json(c.family, c.dense_layers, there)}
     return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)

@@ -142,7 +142,8 @@ def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[
         leaf = row["leaf"].removesuffix("kernel") + module
         for part in "AB":
             name = f"base_model.model.{path}.lora_{part}.weight"
-            tensors.append({"name": name, "leaf": f"{leaf}/lora_{part.lower()}", "transposed": True})
+            layers = {"layers": row["layers"]} if "layers" in row else {}
+            tensors.append({"name": name, "leaf": f"{leaf}/lora_{part.lower()}", "transposed": True, **layers})
         cut = {key: row[key] for key in ("columns", "slices") if row.get(key)}
         matrices.append({"leaf": row["leaf"], **cut, "a": f"{leaf}/lora_a", "b": f"{leaf}/lora_b"})
     # The tensors show the modules, and dropout changes only the training.

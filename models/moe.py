@@ -31,12 +31,15 @@ class MixtureConfig:
       normalize: divides the weights of a token's experts by their sum; Mixtral always does.
       score: of the router, see `jzero.route`.
       scale: multiplies the weights.
+      groups: the experts of a token are of its best groups, see `jzero.route` (DeepSeek).
       shared: inner width of one more expert, which all tokens use; 0: there is none.
       shared_gate: multiplies that expert's output by a sigmoid, of a product of its own (Qwen2-MoE).
       capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
+      biases: of the router, and of the experts' matrices (GPT-OSS).
+      clamp: of the experts' gates and values, see `ClampedSwiGLU`: (alpha, limit) (GPT-OSS); None: silu(gate) * value.
       balance: what the load-balancing loss counts in the loss, as its mean over the layers.
       bias_rate: balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas,
-        see `jzero.balanced_bias`. 0: there is none.
+        see `jzero.balanced_bias`. 0: it stays as it is; None: there is none.
     """
 
     num_experts: int
@@ -45,11 +48,26 @@ class MixtureConfig:
     normalize: bool = True
     score: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
+    groups: tuple[int, int, int] | None = None
     shared: int = 0
     shared_gate: bool = False
     capacity_factor: float | None = None
+    biases: bool = False
+    clamp: tuple[float, float] | None = None
     balance: float = 0.01
-    bias_rate: float = 0.0
+    bias_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """Gates times sigmoids of alpha times them, times values plus 1; both within a limit (OpenAI, arXiv:2508.10925)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, value: jax.Array) -> jax.Array:
+        gate, value = jnp.minimum(gate, self.limit), jnp.clip(value, -self.limit, self.limit)
+        return (value + 1) * gate * nnx.sigmoid(self.alpha * gate)
 
 
 class Mixture(nnx.Module):
@@ -59,33 +77,41 @@ class Mixture(nnx.Module):
         self, config: MixtureConfig, d_model: int, *, rngs: nnx.Rngs, init: nnx.Initializer, last: nnx.Initializer
     ):
         self.config, c = config, config
-        self.router = nnx.Linear(d_model, c.num_experts, use_bias=False, kernel_init=init, rngs=rngs)
+        self.router = nnx.Linear(d_model, c.num_experts, use_bias=c.biases, kernel_init=init, rngs=rngs)
         self.gate_up = nnx.Param(init(rngs.params(), (c.num_experts, d_model, 2, c.width)))
         self.down = nnx.Param(last(rngs.params(), (c.num_experts, c.width, d_model)))
+        if c.biases:
+            self.gate_up_bias = nnx.Param(jnp.zeros((c.num_experts, 2, c.width)))
+            self.down_bias = nnx.Param(jnp.zeros((c.num_experts, d_model)))
         if c.shared:
             self.shared_gate_up = nnx.Param(init(rngs.params(), (d_model, 2, c.shared)))
             self.shared_down = nnx.Param(last(rngs.params(), (c.shared, d_model)))
         if c.shared_gate:
             self.shared_gate = nnx.Linear(d_model, 1, use_bias=False, kernel_init=init, rngs=rngs)
-        if c.bias_rate:
+        if c.bias_rate is not None:
             self.bias = nnx.BatchStat(jnp.zeros(c.num_experts, jnp.float32))
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (y_BSD, the metrics of this layer)."""
         c, kernel_DE = self.config, self.router.kernel[...]
         logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
-        bias_E = self.bias[...] if c.bias_rate else None
+        if c.biases:
+            logits_BSE += self.router.bias[...].astype(jnp.float32)
+        bias_E = None if c.bias_rate is None else self.bias[...]
         routing = route(
             logits_BSE, c.top_k, score=c.score, normalize=c.normalize, scale=c.scale, bias=bias_E,
-            capacity_factor=c.capacity_factor,
+            groups=c.groups, capacity_factor=c.capacity_factor,
         )  # fmt: skip
-        y_BSD = experts(x_BSD, routing, self.gate_up[...], self.down[...])
+        y_BSD = experts(
+            x_BSD, routing, self.gate_up[...], self.down[...], glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,
+            biases=(self.gate_up_bias[...], self.down_bias[...]) if c.biases else None,
+        )  # fmt: skip
         if c.shared:
             gate_up_BS2F = jnp.einsum("bsd,dgf->bsgf", x_BSD, self.shared_gate_up[...])
             gate_BSF, up_BSF = gate_up_BS2F[:, :, 0], gate_up_BS2F[:, :, 1]
             shared_BSD = (nnx.silu(gate_BSF) * up_BSF) @ self.shared_down[...]
             y_BSD += nnx.sigmoid(self.shared_gate(x_BSD)) * shared_BSD if c.shared_gate else shared_BSD
-        if bias_E is not None:
+        if bias_E is not None and c.bias_rate:
             counts_E = all_gather(routing.counts[None]).sum(0)
             self.bias[...] = balanced_bias(bias_E, counts_E, c.bias_rate)
         return y_BSD, dict(zip(METRICS, (balance_loss(routing), routing.drop_rate), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero.errors import ConfigError
@@ -17,31 +18,62 @@ class Names(NamedTuple):
       layer: the mixture in a layer.
       parts: an expert's gate, up and down.
       experts, width: keys of config.json; transformers 5 calls the first num_local_experts in each family.
-      shared: of the width of the expert that all tokens use, which has a gate.
-      fixed: what its config.json needs besides, and what the decoder needs of it.
+      shared: of the width of the expert that all tokens use, or of how many times that of the others.
+      dense: the key of the layers without a mixture.
+      router: its name in the mixture.
+      together: a tensor has one of the matrices of all experts, gates and values of an expert with these axes.
+      fields: of `MixtureConfig`, which the family always has.
     """
 
     layer: str
     parts: tuple[str, str, str]
     experts: str
     width: str
-    fixed: dict[str, Any]
     shared: str | None = None
+    dense: str | None = None
+    router: str = "gate"
+    together: tuple[int, ...] = ()
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DEEPSEEK = (
+    "mlp",
+    PROJECTIONS,
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+)
 NAMES = {
-    "mixtral": Names("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size", {}),
+    "deepseek_v2": Names(*DEEPSEEK, fields={"balance": 0.0, "normalize": False}),
+    "deepseek_v3": Names(*DEEPSEEK, fields={"balance": 0.0, "score": "sigmoid", "bias_rate": 1e-3}),
+    "mixtral": Names(
+        "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size",
+        fields={"normalize": True},
+    ),
+    "gpt_oss": Names(
+        "mlp", ("gate", "up", "down"), "num_local_experts", "intermediate_size", router="router",
+        together=(0, 1, 3, 2), fields={"normalize": True, "biases": True},
+    ),
     "qwen3_moe": Names(
-        "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
-        {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",
+        dense="mlp_only_layers",
     ),
     "qwen2_moe": Names(
-        "mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size",
-        {"decoder_sparse_step": 1, "mlp_only_layers": []}, "shared_expert_intermediate_size",
+        "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "mlp_only_layers", fields={"shared_gate": True},
     ),
 }  # fmt: skip
 EXPERTS = "num_local_experts"
-DEFAULTS = {"mixtral": {EXPERTS: 8, "num_experts_per_tok": 2}}
+FIXED = {"router_jitter_noise": 0.0}
+DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
+TIMES = "n_shared_experts"
+LIMITED = {"group_limited_greedy": 1, "noaux_tc": 2}  # how many of a group's scores count
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
+    "gpt_oss": {EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+}
 BALANCE = 0.001  # transformers' default of router_aux_loss_coef
 
 
@@ -49,7 +81,7 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     """Read the mixture of a config.json; None if its family has none.
 
     Raises:
-      ConfigError: keys that are missing, layers without experts among those with them, noise in the router.
+      ConfigError: keys that are missing, noise in the router.
     """
     family = there["model_type"]
     if family not in NAMES:
@@ -59,54 +91,98 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     wanted_keys = (names.experts, names.width, "num_experts_per_tok", *([names.shared] if names.shared else []))
     missing = [key for key in wanted_keys if there.get(key) is None]
     problems = [f"config.json has no {key}" for key in missing]
-    wanted = {**names.fixed, "router_jitter_noise": 0.0}
-    for key, value in wanted.items():
+    for key, value in FIXED.items():
         if (there.get(key) or value) != value:
             problems.append(f"config.json has {key} = {there[key]!r}: models/moe.py has only {value!r}")
     if problems:
         raise ConfigError(*problems)
+    fields: dict[str, Any] = {"normalize": bool(there.get("norm_topk_prob", False))}
+    fields |= {"balance": there.get("router_aux_loss_coef", BALANCE), **names.fields}
+    if names.shared:
+        fields["shared"] = there[names.shared] * (there[names.width] if names.shared == TIMES else 1)
+    if there.get("topk_method", "") in LIMITED and there.get("n_group", 1) > 1:
+        fields["groups"] = there["n_group"], there["topk_group"], LIMITED[there["topk_method"]]
+    if "swiglu_limit" in there:
+        fields["clamp"] = there["swiglu_alpha"], there["swiglu_limit"]
     return MixtureConfig(
         there[names.experts], there["num_experts_per_tok"], there[names.width],
-        normalize=family == "mixtral" or bool(there.get("norm_topk_prob", False)),
-        balance=there.get("router_aux_loss_coef", BALANCE),
-        shared=there[names.shared] if names.shared else 0, shared_gate=names.shared is not None,
+        scale=there.get("routed_scaling_factor", 1.0), **fields,
     )  # fmt: skip
 
 
 def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
     """Return what config.json has of a mixture."""
     names = NAMES[family]
-    content = {
+    content: dict[str, Any] = {
         names.experts: mixture.num_experts,
         EXPERTS: mixture.num_experts,
         "num_experts_per_tok": mixture.top_k,
         names.width: mixture.width,
         "router_aux_loss_coef": mixture.balance,
         "output_router_logits": False,
-        **names.fixed,
         **({names.shared: mixture.shared} if names.shared else {}),
     }
-    return content if family == "mixtral" else content | {"norm_topk_prob": mixture.normalize}
+    if names.shared == TIMES:
+        content |= {TIMES: mixture.shared // mixture.width, "routed_scaling_factor": mixture.scale}
+        method = {best: name for name, best in LIMITED.items()}[mixture.groups[2] if mixture.groups else 2]
+        if mixture.groups or mixture.score == "sigmoid":
+            groups = mixture.groups or (1, 1)
+            content |= {"n_group": groups[0], "topk_group": groups[1], "topk_method": method}
+        else:
+            content["topk_method"] = "greedy"
+    content |= {} if "normalize" in names.fields else {"norm_topk_prob": mixture.normalize}
+    return content | dict(zip(("swiglu_alpha", "swiglu_limit"), mixture.clamp or (), strict=False))
+
+
+def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read the numbers of the layers without a mixture."""
+    if there["model_type"] not in NAMES:
+        return ()
+    only, step, first = (there.get(key) for key in DENSE)
+    layers = range(there["num_hidden_layers"])
+    return tuple(i for i in layers if i in (only or ()) or (i + 1) % (step or 1) or i < (first or 0))
+
+
+def dense_json(family: str, dense: tuple[int, ...], there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json has of them; a download's own keys stay if they still hold."""
+    if there and dense_of(there) == dense:
+        return {key: there[key] for key in DENSE if key in there}
+    if NAMES[family].dense == "mlp_only_layers":
+        return {"mlp_only_layers": list(dense), "decoder_sparse_step": 1}
+    return {"first_k_dense_replace": len(dense)} if NAMES[family].dense else {}
 
 
 def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) -> list[dict[str, Any]]:
     """List the rows of the weights' table, see `jzero.weights.name_map`: an expert's matrices are tensors of a file."""
-    names, shape = NAMES[family], [mixture.width, d_model]
-    router = {"name": f"{layer}{names.layer}.gate.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}
-    rows = [router]
-    for expert in range(mixture.num_experts):
+    names, shape, c = NAMES[family], [mixture.width, d_model], mixture
+    router = f"{layer}{names.layer}.{names.router}"
+    rows: list[dict[str, Any]] = [{"name": f"{router}.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}]
+    if mixture.bias_rate is not None:
+        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias"})
+    if names.together:
+        at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
+        cut = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
+        rows.append({"name": f"{at}.gate_up_proj", "leaf": "stack/mlp/gate_up", **cut})
+        rows.append({"name": f"{at}.down_proj", "leaf": "stack/mlp/down"})
+        if c.biases:
+            cut = {"transposed": [axis - (axis > 1) for axis in axes if axis != 1], "reshape": wide}
+            rows.append({"name": f"{router}.bias", "leaf": "stack/mlp/router/bias"})
+            rows.append({"name": f"{at}.gate_up_proj_bias", "leaf": "stack/mlp/gate_up_bias", **cut})
+            rows.append({"name": f"{at}.down_proj_bias", "leaf": "stack/mlp/down_bias"})
+    for expert in range(0 if names.together else c.num_experts):
         gate, up, down = (f"{layer}{names.layer}.experts.{expert}.{part}.weight" for part in names.parts)
         one = [0, expert, expert + 1]
         for i, name in enumerate((gate, up)):
-            cut = {"slices": [one, [2, i, i + 1]], "transposed": [0, 2, 3, 1], "reshape": shape}
+            cut: dict[str, Any] = {"slices": [one, [2, i, i + 1]], "transposed": [0, 2, 3, 1], "reshape": shape}
             rows.append({"name": name, "leaf": "stack/mlp/gate_up", **cut})
         cut = {"slices": [one], "transposed": [0, 2, 1], "reshape": shape[::-1]}
         rows.append({"name": down, "leaf": "stack/mlp/down", **cut})
     if names.shared:
-        name, width = f"{layer}{names.layer}.shared_expert", mixture.shared
+        name, width = f"{layer}{names.layer}.shared_expert{'s' * (names.shared == TIMES)}", mixture.shared
         for i, part in enumerate(names.parts[:2]):
             cut = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [width, d_model]}
             rows.append({"name": f"{name}.{part}.weight", "leaf": "stack/mlp/shared_gate_up", **cut})
-        for part, leaf in ((f".{names.parts[2]}", "shared_down"), ("_gate", "shared_gate/kernel")):
+        last = {f".{names.parts[2]}": "shared_down", **({"_gate": "shared_gate/kernel"} if mixture.shared_gate else {})}
+        for part, leaf in last.items():
             rows.append({"name": f"{name}{part}.weight", "leaf": f"stack/mlp/{leaf}", "transposed": True})
     return rows

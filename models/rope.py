@@ -87,6 +87,11 @@ class RopeScaling:
             return (grown * self.mscale + 1) / (grown * self.mscale_all + 1)
         return grown + 1
 
+    @property
+    def latent_scale(self) -> float:
+        """The factor of the scores of latent attention, whose vectors are rotated in part."""
+        return (1 + 0.1 * (self.mscale_all or 0) * math.log(max(self.factor, 1))) ** 2
+
 
 def _plain(theta: float, half: int) -> jax.Array:
     return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)

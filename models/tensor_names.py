@@ -9,6 +9,7 @@ from jzero.errors import ConfigError
 
 from .blocks import norm_rows
 from .decoder_config import DecoderConfig
+from .latent import latent_rows
 from .lora import MODULES
 from .moe_families import mixture_rows
 
@@ -18,7 +19,7 @@ Row = dict[str, Any]
 NAMES = {
     "embed": "model.embed_tokens", "layer": "model.layers.{layer}.", "norm": "model.norm", "head": "lm_head",
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "qkv": "self_attn.{part}_proj",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
+    "sinks": "self_attn.sinks", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
     "gate_up": "mlp.{part}_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
 }  # fmt: skip
 OUTSIDE = ("embed", "norm", "head", "layer")  # of the layers
@@ -33,25 +34,43 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     c, names = config, {**NAMES, **names}
     names = {key: names["layer"] + x if key not in OUTSIDE else x for key, x in names.items()}
 
-    def norm(name: str, leaf: str) -> list[Row]:
-        rows = norm_rows(names[name], leaf)
-        return rows if c.norm == "layer" else rows[:1]
-
-    before, after = c.norms != "after", c.norms != "before"
     rows = embedding(f"{names['embed']}.weight", "ends/embed", c.vocab_size, c.vocab_rows)
-    rows += norm("attention_norm", "stack/attention_norm") if before else []
-    rows += _attention(c, names)
-    rows += norm("attention_post_norm", "stack/attention_post_norm") if after else []
-    rows += norm("mlp_norm", "stack/mlp_norm") if before and c.parallel != "one_norm" else []
-    rows += norm("mlp_post_norm", "stack/mlp_post_norm") if after else []
-    rows += mixture_rows(c.family, c.mixture, c.d_model, names["layer"]) if c.mixture else _feed_forward(c, names)
-    rows += norm("norm", "ends/norm")
+    for path, numbers in c.layer_paths.items():
+        rows += [_at(path, numbers, row) for row in _layer(c.of_layer(numbers[0]), names)]
+    rows += _norm(c, names["norm"], "ends/norm")
     if not c.tied:
         rows.append(_matrix(names["head"], "ends/head", [0, c.vocab_size]))
         if c.vocab_rows > c.vocab_size:
             rows.append({"name": None, "leaf": "ends/head/kernel", "columns": [c.vocab_size, c.vocab_rows]})
     _check_adapters(c, rows)
     return rows
+
+
+def _layer(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
+    """List the rows of the layers in a stack."""
+    before, after = c.norms != "after", c.norms != "before"
+
+    def norm(kind: str, has: bool) -> list[Row]:
+        return _norm(c, names[kind], f"stack/{kind}") if has else []
+
+    rows = norm("attention_norm", before) + _attention(c, names) + norm("attention_post_norm", after)
+    rows += norm("mlp_norm", before and c.parallel != "one_norm") + norm("mlp_post_norm", after)
+    mixture = c.mixture and mixture_rows(c.family, c.mixture, c.d_model, names["layer"])
+    return rows + (mixture or _feed_forward(c, names))
+
+
+def _at(path: str, numbers: range, row: Row) -> Row:
+    """Move a row of layers 0, 1, 2 and so on of a stack to layers of other numbers, or to one layer of its own."""
+    row = {**row, "leaf": row["leaf"].replace("stack", path, 1)}
+    if not path.startswith("stack"):
+        return {**row, "name": row["name"].replace("{layer}", str(numbers[0]))}
+    plain = (numbers.start, numbers.step) == (0, 1)
+    return row if plain else {**row, "layers": [numbers.start, numbers.step]}
+
+
+def _norm(c: DecoderConfig, name: str, leaf: str) -> list[Row]:
+    rows = norm_rows(name, leaf)
+    return rows if c.norm == "layer" else rows[:1]
 
 
 def embedding(name: str, leaf: str, size: int, rows: int) -> list[Row]:
@@ -69,6 +88,9 @@ def _bias(name: str, leaf: str, has: bool) -> list[Row]:
 
 
 def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
+    out = names["out"], "stack/attention/out"
+    if c.latent:
+        return [*latent_rows(c.latent, c.d_model, c.num_heads, names["layer"]), _matrix(*out)]
     G, leaf, rows = c.num_groups, "stack/attention/qkv", []
     template, number = names["qkv"].removesuffix("[part]"), names["qkv"].endswith("[part]")
     parts = {"q": (0, G), "k": (G, G + 1), "v": (G + 1, G + 2)}
@@ -83,7 +105,7 @@ def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
             rows.append({"name": f"{name}.bias{end}", "leaf": f"{leaf}/bias", **cut})
     for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)) if c.qk_norm else ():
         rows += _head_norm(c, names[f"{part}_norm"], f"stack/attention/{part}_norm", heads)
-    out = names["out"], "stack/attention/out"
+    rows += [{"name": names["sinks"], "leaf": "stack/attention/sinks", "reshape": [c.num_heads]}] if c.sinks else []
     return [*rows, _matrix(*out), *_bias(*out, c.out_bias)]
 
 

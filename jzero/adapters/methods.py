@@ -20,7 +20,7 @@ TRAINING = {"train": True, "training": True, "is_training": True, "deterministic
 # The methods and properties by which a module describes itself, see `jzero.model`.
 DESCRIPTIONS = (
     "report_notes", "weights_layout", "fused_matrices", "vocabulary", "vocab_size", "divided", "make_cache",
-    "check_batch",
+    "make_prefix_cache", "check_batch",
 )  # fmt: skip
 
 Outcome = tuple[PyTree, dict[str, PyTree]]  # what a function returned, and {name: new value} of the state

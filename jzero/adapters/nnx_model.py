@@ -382,8 +382,8 @@ class NNXStackModel(NNXModel):
         """Return the model with `fn(module, x, batch)`, or `module.outputs(x, batch)`, in the place of the suffix."""
         return changed(self, end=fn or stack_outputs, has_aux=False)
 
-    def decode_prefix(self, ends: PyTree, tokens: jax.Array, column: Any, padding: Any) -> PyTree:
-        return self.ends(ends).decode_prefix(tokens, column, padding)
+    def decode_prefix(self, ends: PyTree, *args: PyTree) -> PyTree:
+        return self.ends(ends).decode_prefix(*args)
 
     def decode_block(self, layer: PyTree, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         return self.layer(layer).decode(x, cache)

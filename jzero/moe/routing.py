@@ -63,6 +63,7 @@ def route(
     normalize: bool = True,
     scale: float = 1.0,
     bias: jax.Array | None = None,
+    groups: tuple[int, int, int] | None = None,
     capacity_factor: float | None = None,
     min_capacity: int = 4,
 ) -> Routing:
@@ -75,6 +76,8 @@ def route(
       normalize: divides a token's weights by their sum.
       scale: multiplies the weights.
       bias: [E], added to the scores for the choice alone; see `balanced_bias`.
+      groups: (n, k, best): the experts are n groups, and a token's are of the k groups whose `best` largest scores sum
+        to most (DeepSeek-V2: 1, arXiv:2405.04434; DeepSeek-V3: 2).
       capacity_factor: limits the tokens of a row that an expert takes to this many times the even share, S k / E
         rounded up (GShard, arXiv:2006.16668), so that all products have one size. First choices come before second
         ones, and early tokens before late ones. None: nothing is dropped. DeepSpeed counts over the rows of a GPU, and
@@ -82,7 +85,8 @@ def route(
       min_capacity: the smallest limit.
 
     Raises:
-      ConfigError: other shapes, more experts of a token than there are, an unknown score, a capacity below 1.
+      ConfigError: other shapes, more experts of a token than there are, an unknown score, a capacity below 1, groups
+        that do not divide the experts or have too few.
 
     >>> route(jnp.array([[[0.0, 2.0, 1.0]]]), top_k=2).experts.tolist()
     [[[1, 2]]]
@@ -96,6 +100,15 @@ def route(
         raise bad_call("route", f"bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):
         raise bad_call("route", f'score = {score!r}; must be "softmax" or "sigmoid"')
+    if groups is not None:
+        count, kept, best = groups
+        size = experts // count if count > 0 and experts % count == 0 else 0
+        if not 1 <= best <= size or not 1 <= kept <= count or kept * size < top_k:
+            raise bad_call(
+                "route",
+                f"groups = {groups} of {experts} experts, top_k = {top_k}; must be (n, k, best): n divides the "
+                "experts, k <= n groups have top_k experts or more, and each has `best` or more",
+            )
     numbers = isinstance(min_capacity, Integral) and isinstance(capacity_factor, Real | None)
     if not numbers or min_capacity < 1 or not 0 < (1 if capacity_factor is None else capacity_factor) < inf:
         raise bad_call(
@@ -107,7 +120,7 @@ def route(
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     # The bias decides the choice alone: weights, and so gradients, are those of the scores (arXiv:2408.15664).
     choice = scores if bias is None else scores + lax.stop_gradient(bias)
-    _, chosen = lax.top_k(choice, top_k)
+    _, chosen = lax.top_k(choice if groups is None else _in_best_groups(choice, *groups), top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
@@ -115,6 +128,14 @@ def route(
         return Routing(chosen, weights * scale, scores)
     capacity = max(min_capacity, ceil(tokens * top_k / experts * capacity_factor))
     return Routing(chosen, weights * scale, scores, _slots(chosen, experts), min(capacity, tokens))
+
+
+def _in_best_groups(scores: jax.Array, count: int, kept: int, best: int) -> jax.Array:
+    """Set the scores [B, S, E] of experts outside of a token's best groups to -inf."""
+    grouped = scores.reshape(*scores.shape[:2], count, -1)
+    _, chosen = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), kept)
+    is_kept = (chosen[..., None] == jnp.arange(count)).any(-2)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def bad_call(name: str, problem: str) -> ConfigError:

@@ -63,7 +63,10 @@ class SpreadModel:
         return self._results(logits), self._cached(args[-1], cache)
 
     def decode_prefix(self, ends: PyTree, *args: PyTree) -> PyTree:
-        return self._results(self._run("decode_prefix", self._weights(ENDS, ends), *args))
+        found = self._run("decode_prefix", self._weights(ENDS, ends), *args)
+        if len(args) == 3:  # without a cache
+            return self._results(found)
+        return self._results(found[0]), self._cached(args[3], found[1])
 
     def decode_block(self, layer: PyTree, x: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
         x, new = self._run("decode_block", self._weights(STACK, layer), x, cache)

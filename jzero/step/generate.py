@@ -295,24 +295,32 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
     pair, layer = (diff[STACK], nondiff[STACK]), _layer(setup)
     vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
+    has_own = hasattr(model, "make_prefix_cache")
 
-    def prefix(*args: PyTree) -> PyTree:
+    def own_layers(length: int) -> tuple:
+        return (model.make_prefix_cache(rows, length, setup.precision.compute),) if has_own else ()
+
+    def prefix(own: tuple, *args: PyTree) -> tuple[PyTree, tuple]:
         with vocabulary():
-            return jax.tree.map(jnp.asarray, model.decode_prefix(ends, *args))
+            found = model.decode_prefix(ends, *args, *own)
+        x, *new = found if own else (found,)
+        return jax.tree.map(jnp.asarray, x), tuple(new)
 
     first = tuple(part[0] if isinstance(part, list) else part for part in pair)
     first = jax.tree.map(lambda w: w[0], first) if setup.passes.view.layer_axis else first
-    make = sharded_cache(model, undivided, lambda cache: layer(first, prefix(token, 0, None), cache)[1], length)
+    own = sharded_cache(model, own_layers, lambda own: prefix(own, token, 0, None)[1], length)(length)
+    x = partial(prefix, own, token, 0, None)
+    make = sharded_cache(model, undivided, lambda cache: layer(first, x()[0], cache)[1], length)
     run, cache = through(setup, layer, pair, make, length)
 
-    def forward(
-        tokens: jax.Array, column: ArrayLike, padding: jax.Array | None, cache: PyTree
-    ) -> tuple[jax.Array, PyTree]:
-        x, cache = run(prefix(tokens, column, padding), cache)
+    def forward(tokens: jax.Array, column: ArrayLike, padding: PyTree, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        own, cache = cache
+        x, own = prefix(own, tokens, column, padding)
+        x, cache = run(x, cache)
         with vocabulary():
-            return model.decode_suffix(ends, x), cache
+            return model.decode_suffix(ends, x), (own, cache)
 
-    return forward, cache
+    return forward, (own, cache)
 
 
 def _layer(setup: Setup) -> Callable[[WeightPair, PyTree, PyTree], tuple[PyTree, PyTree]]:

@@ -11,6 +11,7 @@ A model's leaves (`stack.attention.qkv.kernel`, with the layer axis first) and t
 
 tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf[layer]`, cut by `slices`, a list of
           [dimension, start, stop] (default: all), then `transposed`, then with the shape `reshape`, as in NumPy.
+          `layers`, [start, step], are the numbers in the names, if they are not 0, 1, 2 and so on.
           `rows` and `columns`, [start, stop], are slices of the first and the last dimension. `transposed` is true for
           a matrix, or a list of axes.
           nnx.MultiHeadAttention's query kernel [D, H, K] as torch's [H * K, D]: "transposed": [1, 2, 0],
@@ -55,7 +56,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
-KEYS = {"name", "leaf", "rows", "columns", "slices", "transposed", "reshape"}
+KEYS = {"name", "leaf", "layers", "rows", "columns", "slices", "transposed", "reshape"}
 Range = tuple[int, int]
 Table = Mapping[str, Any]  # a `weights_layout()`, or one of its rows
 
@@ -185,8 +186,8 @@ def tensors(leaves: Mapping[str, ShapeDtype], table: Table | None, *, adapters: 
     made: list[Tensor] = []
     for layers, group in groupby(rows, lambda row: row[1]):
         some = [tensor for tensor, _ in group if tensor.name]
-        for layer in range(layers) if layers is not None else ():
-            names = [tensor.name.replace("{layer}", str(layer)) for tensor in some]
+        for layer, number in enumerate(layers or ()):
+            names = [tensor.name.replace("{layer}", str(number)) for tensor in some]
             made += [dataclasses.replace(x, name=name, layer=layer) for x, name in zip(some, names, strict=True)]
         made += some if layers is None else []
     for leaf, x in leaves.items():
@@ -226,8 +227,8 @@ def adapter_leaves(table: Table | None) -> list[str]:
     return [dotted(row["leaf"]) for row in (table or {}).get("adapters", {}).get("tensors", ())]
 
 
-def _read_row(row: Table, leaves: Mapping[str, ShapeDtype]) -> tuple[Tensor, int | None]:
-    """Return the tensor that a row describes (of every layer, if its name has {layer}), and the number of layers."""
+def _read_row(row: Table, leaves: Mapping[str, ShapeDtype]) -> tuple[Tensor, range | None]:
+    """Return the tensor that a row describes (of every layer, if its name has {layer}), and the layers' numbers."""
     name, leaf = row["name"] or "", dotted(row["leaf"])
     what, stacked = name or f"the padding of {leaf}", "{layer}" in name
     if unknown := row.keys() - KEYS:
@@ -250,10 +251,12 @@ def _read_row(row: Table, leaves: Mapping[str, ShapeDtype]) -> tuple[Tensor, int
     if reshape and prod(reshape) != prod(tensor.view):
         sizes = tuple(stop - start for start, stop in ranges)
         raise ConfigError(f"weights_layout: {what} has reshape {list(reshape)}, which {sizes} cannot take")
-    return dataclasses.replace(tensor, shape=reshape or tensor.view), whole[0] if stacked else None
+    start, step = row.get("layers", (0, 1))
+    numbers = range(start, start + whole[0] * step, step) if stacked else None
+    return dataclasses.replace(tensor, shape=reshape or tensor.view), numbers
 
 
-def _covered(shape: tuple[int, ...], rows: list[tuple[Tensor, int | None]]) -> bool:
+def _covered(shape: tuple[int, ...], rows: list[tuple[Tensor, range | None]]) -> bool:
     """Return whether the rows contain every element of their leaf exactly once.
 
     They do if no two overlap and their sizes sum to the leaf's.
@@ -263,7 +266,7 @@ def _covered(shape: tuple[int, ...], rows: list[tuple[Tensor, int | None]]) -> b
     boxes = [tuple(slice(*ends) for ends in tensor.ranges) for tensor, _ in rows]
     if any(intersect(box, other.ranges) for i, box in enumerate(boxes) for other, _ in rows[:i]):
         return False
-    return sum(prod(tensor.view) for tensor, _ in rows) * (rows[0][1] or 1) == prod(shape)
+    return sum(prod(tensor.view) for tensor, _ in rows) * (shape[0] if rows[0][1] else 1) == prod(shape)
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype | None:

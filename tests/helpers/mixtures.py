@@ -9,12 +9,17 @@ import jax
 import jax.numpy as jnp
 
 
-def plain_route(logits, top_k, *, score="softmax", normalize=True, scale=1.0, bias=None, capacity_factor=None,
-                min_capacity=4):  # fmt: skip
+def plain_route(logits, top_k, *, score="softmax", normalize=True, scale=1.0, bias=None, groups=None,
+                capacity_factor=None, min_capacity=4):  # fmt: skip
     """Choices as masks [B, S, k, E]; places by a running count, first choices first."""
     rows, tokens, experts = logits.shape
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[score](logits.astype(jnp.float32))
-    _, chosen = jax.lax.top_k(scores if bias is None else scores + bias, top_k)
+    choice = scores if bias is None else scores + bias
+    if groups is not None:  # the place of each group in the order of the sums of its best scores
+        grouped = choice.reshape(rows, tokens, groups[0], -1)
+        order = jnp.argsort(-jnp.sort(grouped, -1)[..., -groups[2] :].sum(-1), -1)
+        choice = jnp.where((jnp.argsort(order, -1) < groups[1])[..., None], grouped, -1e9).reshape(choice.shape)
+    _, chosen = jax.lax.top_k(choice, top_k)
     mask = jax.nn.one_hot(chosen, experts)
     weights = jnp.einsum("bske,bse->bsk", mask, scores)
     weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
@@ -30,13 +35,14 @@ def plain_route(logits, top_k, *, score="softmax", normalize=True, scale=1.0, bi
     )
 
 
-def plain_experts(x, routing, up, down, activation=jax.nn.silu):
+def plain_experts(x, routing, up, down, activation=jax.nn.silu, glu=None, biases=None):
+    up_bias, down_bias = biases or (jnp.zeros((len(up), *up.shape[2:])), jnp.zeros((len(up), x.shape[-1])))
     if up.ndim == 4:
-        gate, value = (jnp.einsum("bsd,edf->bsef", x, up[:, :, i]) for i in range(2))
-        hidden = activation(gate) * value
+        gate, value = (jnp.einsum("bsd,edf->bsef", x, up[:, :, i]) + up_bias[:, i] for i in range(2))
+        hidden = glu(gate, value) if glu else activation(gate) * value
     else:
-        hidden = activation(jnp.einsum("bsd,edf->bsef", x, up))
-    outputs = jnp.einsum("bsef,efd->bsed", hidden, down)
+        hidden = activation(jnp.einsum("bsd,edf->bsef", x, up) + up_bias)
+    outputs = jnp.einsum("bsef,efd->bsed", hidden, down) + down_bias
     counted = jnp.einsum("bske,bsk->bse", routing.mask, routing.weights * routing.kept)
     return jnp.einsum("bsed,bse->bsd", outputs, counted.astype(x.dtype))
 

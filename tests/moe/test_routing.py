@@ -53,6 +53,19 @@ def test_sigmoid_scores_and_a_scale():
     np.testing.assert_allclose(routing.weights, 2.5 * best / best.sum(-1, keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.parametrize("best", [1, 2])
+def test_groups(best):
+    """Of 12 experts in 4 groups a token's 3 are of the 2 groups with the largest sums of the best scores."""
+    bias = np.random.default_rng(1).normal(size=12)
+    routing = route(logits(experts=12), 3, score="sigmoid", bias=jnp.asarray(bias), groups=(4, 2, best))
+    plain_choice = 1 / (1 + np.exp(-np.asarray(logits(experts=12), float))) + bias
+    for choice, chosen in zip(plain_choice.reshape(-1, 12), np.asarray(routing.experts).reshape(-1, 3), strict=True):
+        sums = [sum(sorted(choice[3 * g : 3 * g + 3])[-best:]) for g in range(4)]
+        inside = [e for g in sorted(range(4), key=sums.__getitem__)[-2:] for e in range(3 * g, 3 * g + 3)]
+        assert chosen.tolist() == sorted(inside, key=choice.__getitem__)[:-4:-1]
+    assert (routing.experts != route(logits(experts=12), 3, score="sigmoid", bias=jnp.asarray(bias)).experts).any()
+
+
 def test_the_bias_chooses_and_does_not_weigh():
     bias = jnp.zeros(6).at[5].set(10.0)
     routing = route(logits(), 1, bias=bias, normalize=False)
@@ -77,6 +90,9 @@ def test_the_bias_balances():
     [
         ({"bias": jnp.zeros(5)}, "bias \\[5\\]; must be \\[E\\], here \\[6\\]"),
         ({"score": "softmx"}, "score = 'softmx'; must be"),
+        ({"groups": (4, 2, 1)}, "groups = .4, 2, 1. of 6 experts, top_k = 2; must be .n, k, best.: n divides"),
+        ({"groups": (6, 1, 1)}, "groups = .6, 1, 1. of 6 experts, top_k = 2; must be"),
+        ({"groups": (3, 2, 3)}, "groups = .3, 2, 3. of 6 experts, top_k = 2; must be"),
         ({"capacity_factor": 0.0}, "capacity_factor = 0.0, min_capacity = 4; must be a positive number or None, and a"),
         ({"capacity_factor": 1.0, "min_capacity": 0}, "capacity_factor = 1.0, min_capacity = 0; must be a positive"),
         ({"capacity_factor": "1.0"}, "capacity_factor = '1.0', min_capacity = 4; must be a positive number"),

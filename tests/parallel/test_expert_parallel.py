@@ -69,7 +69,7 @@ def test_one_device_computes_the_same(layout, factor):
     assert largest_error(state.params, known.params) < 2e-6
 
 
-DEEPSEEK = MixtureConfig(4, 2, 16, score="sigmoid", scale=2.5, shared=24, balance=0.0, bias_rate=0.01)
+DEEPSEEK = MixtureConfig(4, 2, 16, score="sigmoid", scale=2.5, groups=(2, 1, 2), shared=24, balance=0.0, bias_rate=0.01)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def generate(decoder, layers, new, params, tokens):
     empty = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), one)
 
     def forward(tokens, column, cache):
-        x = decoder.decode_prefix(params["ends"], tokens, column, None)
+        x, _ = decoder.decode_prefix(params["ends"], tokens, column, None, ())
         x, cache = lax.scan(lambda x, item: decoder.decode_block(item[0], x, item[1]), x, (params[STACK], cache))
         return decoder.decode_suffix(params["ends"], x).argmax(-1).astype(jnp.int32), cache
 

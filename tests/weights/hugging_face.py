@@ -54,6 +54,9 @@ LONG = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_emb
 MIXED = {"sliding_window": 5, "layer_types": [*KINDS[:1] * 2, KINDS[1], KINDS[0]]}
 GATED = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
          "router_aux_loss_coef": 0.0}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 24, "qk_nope_head_dim": 12,
+          "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3,
+          "moe_intermediate_size": 24}  # fmt: skip
 # name -> (transformers' name, what its config differs in)
 FAMILIES = {
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -77,7 +80,16 @@ FAMILIES = {
     "qwen3": ("Qwen3", WIDE),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
     "qwen2_moe": ("Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}),
+    "qwen2_moe-every_2": (
+        "Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
     "qwen3_moe": ("Qwen3Moe", {**WIDE, **GATED}),
+    "qwen3_moe-dense_0": ("Qwen3Moe", {**WIDE, **GATED, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
+    "gpt_oss": (
+        "GptOss", {**WIDE, **MIXED, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
+                   "router_aux_loss_coef": 0.0, "rope_parameters": {**YARN, "truncate": False},
+                   "max_position_embeddings": 64, "swiglu_limit": 1.0},
+    ),
     "gemma": ("Gemma", WIDE),
     "gemma2": (
         "Gemma2",
@@ -119,6 +131,19 @@ FAMILIES = {
         "GPTNeoX", {"num_key_value_heads": 4, "use_parallel_residual": False, "hidden_act": "gelu_new"},
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "deepseek_v2": (
+        "DeepseekV2", {**LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "first_k_dense_replace": 1,
+                       "routed_scaling_factor": 1.5},
+    ),
+    "deepseek_v2-groups": (
+        "DeepseekV2", {**LATENT, "num_hidden_layers": 2, "topk_method": "group_limited_greedy", "n_group": 3,
+                       "topk_group": 2, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3", {**LATENT, "num_hidden_layers": 3, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                       "n_group": 3, "topk_group": 2, "max_position_embeddings": 64,
+                       "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6}},
+    ),
 }  # fmt: skip
 
 
@@ -172,6 +197,9 @@ def torch_model(name):
                 torch.nn.init.normal_(x, std=2)
             elif key.endswith("bias") or "norm" in key.lower() or "ln_" in key or "cls_token" in key:
                 x.add_(0.3 * torch.randn(x.shape))
+        for key, x in made.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                x.copy_(0.3 * torch.randn(x.shape))
     return made.eval()
 
 
@@ -227,7 +255,11 @@ class Pair:
         expected = weights.load(self.directory.with_name("gradients"), self.step)
         found, metrics = self.step.gradients(self.step.init(jax.random.key(0), self.params), batch)
         largest = max(abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
-        errors = jax.tree.map(lambda a, b: abs(np.asarray(a) - np.asarray(b)).max() / largest, found, expected)
+
+        def error(a, b):
+            return 0.0 if a is None else abs(np.asarray(a) - np.asarray(b)).max() / largest  # None: of state
+
+        errors = jax.tree.map(error, found, expected, is_leaf=lambda x: x is None)
         return max(abs(float(metrics["loss"]) / loss.item() - 1), *jax.tree.leaves(errors))
 
     def export(self) -> float:

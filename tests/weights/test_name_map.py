@@ -78,6 +78,12 @@ def expected(table):
     return found
 
 
+def test_the_numbers_of_layers():
+    row = {"name": "norm.{layer}", "leaf": "stack/norm", "layers": [4, 2]}
+    found = tensors({"stack.norm": LEAVES["stack.norm"]}, {"tensors": [row]})
+    assert [(x.name, x.layer) for x in found] == [("norm.4", 0), ("norm.6", 1), ("norm.8", 2)]
+
+
 @pytest.mark.parametrize("table", keep([TABLE, None], [TABLE]), ids=["table", "own"])
 @settings(max_examples=20)
 @given(data=st.data(), window=st.integers(1, 200))
@@ -143,7 +149,7 @@ WRONG = [
     ({**Q, "leaf": "stack/query", "transposed": [0, 1]}, "has transposed [0, 1], but stack.query"),
     ({**Q, "columns": [0, 4], "reshape": [5, 7]}, "has reshape [5, 7], which (5, 4) cannot take"),
     ({**Q, "name": None, "columns": [9, 10]}, "padding of stack.qk has columns [9, 10], outside"),
-    ({**Q, "name": "q", "transpose": True}, "q has unknown keys ['transpose']; allowed: ['columns', 'leaf'"),
+    ({**Q, "name": "q", "transpose": True}, "q has unknown keys ['transpose']; allowed: ['columns', 'layers', 'leaf'"),
 ]
 
 
