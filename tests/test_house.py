@@ -19,16 +19,16 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49552,
+    "lines": 49556,
     "files": 270,
-    "statements": 29070,
+    "statements": 29072,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,
     "arrows": 260,
-    "functions over 60 lines": 3,
+    "functions over 60 lines": 2,
     "functions with more than 7 arguments": 10,
-    "public names defined twice": 10,
+    "public names defined twice": 9,
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,

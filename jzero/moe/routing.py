@@ -100,38 +100,42 @@ def route(
         raise bad_call("route", f"bias {list(bias.shape)}; must be [E], here [{experts}]")
     if score not in ("softmax", "sigmoid"):
         raise bad_call("route", f'score = {score!r}; must be "softmax" or "sigmoid"')
-    if groups is not None:
-        count, kept, best = groups
-        size = experts // count if count > 0 and experts % count == 0 else 0
-        if not 1 <= best <= size or not 1 <= kept <= count or kept * size < top_k:
-            raise bad_call(
-                "route",
-                f"groups = {groups} of {experts} experts, top_k = {top_k}; must be (n, k, best): n divides the "
-                "experts, k <= n groups have top_k experts or more, and each has `best` or more",
-            )
-    numbers = isinstance(min_capacity, Integral) and isinstance(capacity_factor, Real | None)
-    if not numbers or min_capacity < 1 or not 0 < (1 if capacity_factor is None else capacity_factor) < inf:
-        raise bad_call(
-            "route",
-            f"capacity_factor = {capacity_factor!r}, min_capacity = {min_capacity!r}; must be a positive number "
-            "or None, and a positive whole number",
-        )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     # The bias decides the choice alone: weights, and so gradients, are those of the scores (arXiv:2408.15664).
     choice = scores if bias is None else scores + lax.stop_gradient(bias)
-    _, chosen = lax.top_k(choice if groups is None else _in_best_groups(choice, *groups), top_k)
+    _, chosen = lax.top_k(choice if groups is None else _in_best_groups(choice, top_k, groups), top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
     if capacity_factor is None:
         return Routing(chosen, weights * scale, scores)
-    capacity = max(min_capacity, ceil(tokens * top_k / experts * capacity_factor))
-    return Routing(chosen, weights * scale, scores, _slots(chosen, experts), min(capacity, tokens))
+    capacity = min(_capacity(tokens * top_k / experts, capacity_factor, min_capacity), tokens)
+    return Routing(chosen, weights * scale, scores, _slots(chosen, experts), capacity)
 
 
-def _in_best_groups(scores: jax.Array, count: int, kept: int, best: int) -> jax.Array:
+def _capacity(even_share: float, factor: float, smallest: int) -> int:
+    """Return the tokens of a row that an expert takes."""
+    numbers = isinstance(smallest, Integral) and isinstance(factor, Real)
+    if not numbers or smallest < 1 or not 0 < factor < inf:
+        raise bad_call(
+            "route",
+            f"capacity_factor = {factor!r}, min_capacity = {smallest!r}; must be a positive number or None, and a "
+            "positive whole number",
+        )
+    return max(smallest, ceil(even_share * factor))
+
+
+def _in_best_groups(scores: jax.Array, top_k: int, groups: tuple[int, int, int]) -> jax.Array:
     """Set the scores [B, S, E] of experts outside of a token's best groups to -inf."""
+    (count, kept, best), experts = groups, scores.shape[-1]
+    size = experts // count if count > 0 and experts % count == 0 else 0
+    if not 1 <= best <= size or not 1 <= kept <= count or kept * size < top_k:
+        raise bad_call(
+            "route",
+            f"groups = {groups} of {experts} experts, top_k = {top_k}; must be (n, k, best): n divides the experts, "
+            "k <= n groups have top_k experts or more, and each has `best` or more",
+        )
     grouped = scores.reshape(*scores.shape[:2], count, -1)
     _, chosen = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), kept)
     is_kept = (chosen[..., None] == jnp.arange(count)).any(-2)

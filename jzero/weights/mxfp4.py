@@ -25,7 +25,7 @@ SCALES = np.ldexp(np.float32(1), np.minimum(np.arange(256), 254) - 127)
 SCALES[255] = np.nan
 
 
-class Packed(File):
+class Mxfp4File(File):
     """One matrix, made of its blocks and its scales, which leave the files that have them."""
 
     def __init__(self, name: str, blocks: File, scales: File):
@@ -81,4 +81,4 @@ def unpacked(files: Sequence[File]) -> list[File]:
     where = {name: file for file in files for name in file.entries}
     names = [name.removesuffix("_blocks") for name in where if name.endswith("_blocks")]
     names = [name for name in names if f"{name}_scales" in where]
-    return [*files, *(Packed(name, where[f"{name}_blocks"], where[f"{name}_scales"]) for name in names)]
+    return [*files, *(Mxfp4File(name, where[f"{name}_blocks"], where[f"{name}_scales"]) for name in names)]
