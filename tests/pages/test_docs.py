@@ -258,13 +258,9 @@ def test_a_chinese_page_mirrors_the_english_one(page):
         headings = [len(m) for m in re.findall(r"^(#+) ", without_blocks, re.M)]
         tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
         links = [TRANSLATIONS.get(path, path) / anchor for path, anchor in link_targets(page, without_blocks)]
-        of_page = [b for b in blocks(page) if text.count("\n") >= b.line]
-        return (
-            headings,
-            tables,
-            [link for link in links if link != TRANSLATIONS.get(page, page)],
-            [b[:3] for b in of_page],
-        )
+        to_others = [link for link in links if link != TRANSLATIONS.get(page, page)]
+        code = sorted(re.findall(r"`[^`]+`", without_blocks))  # names and commands, whose order the language chooses
+        return headings, tables, to_others, code, [b[:3] for b in blocks(page) if text.count("\n") >= b.line]
 
     assert len(TRANSLATIONS) == 6
     for mine, of_english in zip(outline(page), outline(TRANSLATIONS[page]), strict=True):
