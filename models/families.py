@@ -227,6 +227,7 @@ FAMILIES = {
             **LATENT, "n_shared_experts": 1, "n_routed_experts": 256, "moe_intermediate_size": 2048,
             "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True,
             "rope_interleave": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+            "num_nextn_predict_layers": 1,
         },
         needs={"scoring_func": "sigmoid", **DEEPSEEK},
     ),
@@ -236,10 +237,21 @@ MEANINGS = {
     ("stablelm", "qk_norm"): "each", ("cohere", "qk_norm"): "each", ("stablelm", "parallel"): "one_norm",
     ("gpt_neox", "parallel"): "two_norms",
 }  # fmt: skip
+FUTURE = "num_nextn_predict_layers"
 NULLS = ("sliding_window", "q_lora_rank")  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
 # The fields that files do not have.
-OURS = ("attention", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download", "family")
+OURS = (
+    "attention",
+    "future_layers",
+    "future_weight",
+    "pad_vocab_to",
+    "loss_tiles",
+    "mlp_tiles",
+    "lora",
+    "download",
+    "family",
+)
 
 
 # ------------------------------------------------------------------------------------------- config.json -> config
@@ -316,7 +328,9 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     if config.mixture and config.family not in NAMES:
         return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
     content = config_json(config, family)
-    if wrong := _lost(config, content):
+    wrong = _lost(config, content)
+    wrong += ["future_layers"] if config.future_layers and FUTURE not in family.absent else []
+    if wrong:
         return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
     may_differ = [
         "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
@@ -346,13 +360,33 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "advice": ADVICE,
         "aliases": family.aliases,
         # in older downloads; rope_theta implies them
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored],
+        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored, *_left_out(config)],
     }
     if config.download:
         keys["download"] = config.download.table(config.vocab_size)
     rows = tensor_rows(config, family.names)
     adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
-    return {"config": content, **keys, "tensors": rows, **adapters}, []
+    return {"config": content, **keys, "tensors": rows, **adapters}, _future_note(config)
+
+
+def _future_note(config: DecoderConfig) -> list[str]:
+    ahead = _future(config)
+    if ahead <= config.future_layers:
+        return []
+    return [f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them"]
+
+
+def _future(config: DecoderConfig) -> int:
+    """Return how many layers a download has that predict further tokens."""
+    return config.download.config.get(FUTURE) or 0 if config.download else 0
+
+
+def _left_out(config: DecoderConfig) -> list[str]:
+    """Return patterns of tensors that predict further tokens: copies of embedding and head, and whole layers."""
+    ahead = _future(config)
+    numbers = range(config.num_layers + config.future_layers, config.num_layers + ahead)
+    copies = ["model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"] if ahead else []
+    return [*(f"model.layers.{number}.*" for number in numbers), *copies]
 
 
 def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
@@ -395,6 +429,7 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
         content["hidden_activation"] = content["hidden_act"]
     content["hidden_size"] = c.d_model
     content |= latent_json(c.latent) if c.latent else {}
+    content |= {FUTURE: c.future_layers} if c.future_layers else {}
     if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
     if c.mixture:
