@@ -26,10 +26,10 @@ from jzero.pipeline import vocab_parallel
 
 from .attention import Cache, Carry, Decoding, Hidden, KVCache
 from .batches import column
+from .config_json import weights_table
 from .decoder_attention import linear_of
 from .decoder_block import Block, LayerGroup, times
 from .decoder_config import DecoderConfig
-from .families import weights_table
 from .moe import METRICS
 from .mtp import FutureLayer, ahead
 from .norms import make_norm
