@@ -26,11 +26,12 @@ from jzero.pipeline import vocab_parallel
 
 from .attention import Cache, Carry, Decoding, Hidden, KVCache
 from .batches import column
+from .config_json import weights_table
 from .decoder_attention import linear_of
 from .decoder_block import Block, LayerGroup, times
 from .decoder_config import DecoderConfig
-from .families import weights_table
 from .moe import METRICS
+from .mtp import FutureLayer, ahead
 from .norms import make_norm
 from .vocabulary import check_tokens
 
@@ -60,11 +61,13 @@ class Decoder(nnx.Module):
         self.norm = make_norm(c, rngs)
         if not c.tied:
             self.head = linear_of(c, c.d_model, c.vocab_rows, "lm_head", rngs)
+        if c.future_layers:
+            self.future = nnx.List([FutureLayer(c, rngs=rngs) for _ in range(c.future_layers)])
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
         x_BSD, layer = self.embedded(column(batch, "inputs", "the decoder")), self.first_layer
         segments_BS = batch.get("segments")
-        metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.has_aux else None
+        metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.config.mixture else None
         plain = segments_BS is None and layer is None and metrics is None
         x = x_BSD if plain else Carry(x_BSD, segments_BS, layer, metrics)
         return self.first(x) if hasattr(self, "first") else x
@@ -81,23 +84,42 @@ class Decoder(nnx.Module):
     @property
     def has_aux(self) -> bool:
         """Whether the suffix returns metrics beside the loss."""
-        return self.config.mixture is not None
+        return self.config.mixture is not None or self.config.future_layers > 0
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
-        """Return the tokens' mean cross-entropy; of a mixture of experts (the loss, its metrics)."""
-        loss = self.cross_entropy(x.x_BSD if isinstance(x, Carry) else x, batch)
-        if self.config.mixture is None:
+        """Return the tokens' mean cross-entropy; of a mixture, and of tokens further ahead, (the loss, its metrics)."""
+        carry, c = x if isinstance(x, Carry) else Carry(x), self.config
+        loss = self.cross_entropy(carry.x_BSD, batch)
+        if not self.has_aux:
             return loss
-        assert isinstance(x, Carry) and x.metrics is not None  # noqa: PT018  # the prefix made it
-        layers = self.config.num_layers - len(self.config.dense_layers)
-        metrics = {name: total / layers for name, total in x.metrics.items()}
-        balance = self.config.mixture.balance * metrics["balance_loss"]
-        return Mean(loss.sum + balance * loss.count, loss.count), {"cross_entropy": loss, **metrics}
+        total, metrics = loss.sum, dict[str, Any](cross_entropy=loss)
+        if c.future_layers:
+            future, carry = self.future_loss(carry, batch)
+            total += c.future_weight * future
+            metrics["future_loss"] = Mean(future, loss.count)
+        if c.mixture and carry.metrics:
+            layers = c.num_layers - len(c.dense_layers) + c.future_layers
+            means = {name: total / layers for name, total in carry.metrics.items()}
+            total += c.mixture.balance * means["balance_loss"] * loss.count
+            metrics |= means
+        return Mean(total, loss.count), metrics
+
+    def future_loss(self, carry: Carry, batch: dict[str, jax.Array]) -> tuple[jax.Array, Carry]:
+        """Sum the mean of the future layers' losses [], as the main loss over the same count (eq. 24 and 25)."""
+        tokens_BS, labels_BS = (column(batch, name, "the decoder") for name in ("inputs", "labels"))
+        losses, carry = [], carry._replace(x_BSD=self.norm(carry.x_BSD))
+        for depth, layer in enumerate(self.future):
+            tokens, labels = ahead(tokens_BS, labels_BS, carry.segments_BS, depth + 1)
+            carry = layer(carry, self.embedded(tokens))
+            losses.append(self.loss_of(times(carry.x_BSD, self.config.logit_scale), labels).sum)
+        return sum(losses) / len(losses), carry
 
     def cross_entropy(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
-        x_BSD, c = self.final(x_BSD), self.config
+        return self.loss_of(self.final(x_BSD), column(batch, "labels", "the decoder"))
+
+    def loss_of(self, x_BSD: jax.Array, labels_BS: jax.Array) -> Mean:
+        c = self.config
         with jax.named_scope("head"):
-            labels_BS = column(batch, "labels", "the decoder")
             return vocab_parallel.cross_entropy(
                 x_BSD, self.head_DV, labels_BS, vocab_size=c.vocab_size, softcap=c.logit_softcap, tiles=c.loss_tiles
             )

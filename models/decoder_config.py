@@ -88,6 +88,8 @@ class DecoderConfig:
       latent: latent attention, with which queries, keys and values have other shapes (DeepSeek-V2 and V3).
       mixture: experts instead of the feed-forward layers; d_ff is then that of `dense_layers` (Mixtral, Qwen3-MoE).
       dense_layers: the numbers of layers without the mixture (DeepSeek: the first ones).
+      future_layers: layers that predict further tokens from the layers' output, for the loss alone (DeepSeek-V3's MTP).
+      future_weight: what the mean of their losses counts in the loss.
       download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
     """
 
@@ -133,6 +135,8 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     mixture: MixtureConfig | None = None
     dense_layers: tuple[int, ...] = ()
+    future_layers: int = 0
+    future_weight: float = 0.3
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -234,9 +238,9 @@ class DecoderConfig:
         """{path of parameters: the numbers of the layers that lie there}."""
         first, group = self.layer_ranges
         paths = {f"ends/first/layers/{i}": first[i : i + 1] for i in first}
-        return paths | (
-            {f"stack/layers/{i}": x for i, x in enumerate(group)} if len(group) > 1 else {"stack": group[0]}
-        )
+        paths |= {f"stack/layers/{i}": x for i, x in enumerate(group)} if len(group) > 1 else {"stack": group[0]}
+        future = range(self.num_layers, self.num_layers + self.future_layers)
+        return paths | {f"ends/future/{i}/block": future[i : i + 1] for i in range(self.future_layers)}
 
     @property
     def vocab_rows(self) -> int:
@@ -247,7 +251,8 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
         ends = self.d_model * self.vocab_rows * (1 if self.tied else 2) + self._norm_parameters
-        return sum(self.of_layer(i).layer_parameters() for i in range(self.num_layers)) + ends
+        layers = sum(self.of_layer(i).layer_parameters() for i in range(self.num_layers + self.future_layers))
+        return layers + ends + self.future_layers * (2 * self.d_model**2 + 3 * self._norm_parameters)
 
     @property
     def _norm_parameters(self) -> int:
@@ -282,7 +287,9 @@ class DecoderConfig:
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
         keys that a token sees, on average, for attention's two products: half the sequence, or less with a window.
         """
-        layers = sum(self.of_layer(i).layer_parameters(active=True) for i in range(self.num_layers))
+        numbers = range(self.num_layers + self.future_layers)
+        layers = sum(self.of_layer(i).layer_parameters(active=True) for i in numbers)
+        layers += self.future_layers * self.d_model * (2 * self.d_model + self.vocab_rows)
         used = layers + self.d_model * (1 + self.vocab_rows)
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)

@@ -1,4 +1,4 @@
-"""Families of decoders in the `transformers` library: one row for each, and the reading and writing of config.json.
+"""Families of decoders in the `transformers` library: one row for each, and the reading of config.json.
 
 A row names what differs from Llama: the fields that a family always has, the keys of config.json that decide others,
 the values of keys that config.json may lack, and the names of the weights.
@@ -6,7 +6,6 @@ the values of keys that config.json may lack, and the names of the weights.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +13,11 @@ from typing import Any
 from jzero.errors import ConfigError
 
 from .decoder_config import DecoderConfig, check_fields
-from .downloads import ADVICE, Download
-from .latent import latent_json, latent_of
-from .layer_patterns import KINDS, patterns_json, patterns_of
-from .lora import adapters_table
-from .moe_families import NAMES, dense_json, dense_of, mixture_json, mixture_of
-from .rope_json import rope_json, rope_of
-from .tensor_names import tensor_rows
+from .downloads import Download
+from .latent import latent_of
+from .layer_patterns import KINDS, patterns_of
+from .moe_families import dense_of, mixture_of
+from .rope_json import rope_of
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is).
 Keys = dict[str, str | tuple[str, float]]
@@ -227,6 +224,7 @@ FAMILIES = {
             **LATENT, "n_shared_experts": 1, "n_routed_experts": 256, "moe_intermediate_size": 2048,
             "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True,
             "rope_interleave": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+            "num_nextn_predict_layers": 1,
         },
         needs={"scoring_func": "sigmoid", **DEEPSEEK},
     ),
@@ -238,11 +236,6 @@ MEANINGS = {
 }  # fmt: skip
 NULLS = ("sliding_window", "q_lora_rank")  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
-# The fields that files do not have.
-OURS = ("attention", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download", "family")
-
-
-# ------------------------------------------------------------------------------------------- config.json -> config
 
 
 def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
@@ -297,106 +290,3 @@ def _value(there: Mapping[str, Any], name: str, field: str, key: str | tuple[str
     if (name, field) in MEANINGS:
         return MEANINGS[name, field] if value else None
     return value if power == 1 or value is None else value**power
-
-
-# ------------------------------------------------------------------------------------------- config -> config.json
-
-
-def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[str]]:
-    """Describe the parameters in `transformers`, see `jzero.weights.name_map`.
-
-    Returns:
-      (the table, lines for the run report); None if the family does not have all that the config has.
-    """
-    family = FAMILIES.get(config.family)
-    if family is None:
-        raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
-    if config.lora and config.lora.quantized:
-        return None, ["weights in files have jzero's own names: these are quantised"]
-    if config.mixture and config.family not in NAMES:
-        return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
-    content = config_json(config, family)
-    if wrong := _lost(config, content):
-        return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
-    may_differ = [
-        "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
-        "head_dim",  # the tensors' shapes imply it
-        "rope_parameters",  # its entries are compared individually
-        "max_window_layers",
-    ]  # fmt: skip
-    if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
-        may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
-    if config.activation == "gelu_tanh":
-        may_differ += ["hidden_act"]  # it has two names, and older downloads of Gemma call it gelu
-    if config.rope_scaling:
-        may_differ += ["rope_scaling"]  # likewise
-    if config.window is None:
-        may_differ += ["sliding_window"]  # not used then
-    absent = {"rope_theta": 10_000.0, "rope_type": "default", **family.absent}
-    # In files of transformers 5 these lie deeper, or have another name.
-    apart = (
-        {"rotary_pct", "rope_theta", "rope_type", "rope_local_base_freq"}
-        if "rope_local_base_freq" in absent
-        else {"rotary_pct"}
-    )
-    absent = {key: x for key, x in absent.items() if key not in apart}
-    keys = {
-        "may_differ": may_differ,
-        "absent": absent,
-        "advice": ADVICE,
-        "aliases": family.aliases,
-        # in older downloads; rope_theta implies them
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored],
-    }
-    if config.download:
-        keys["download"] = config.download.table(config.vocab_size)
-    rows = tensor_rows(config, family.names)
-    adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
-    return {"config": content, **keys, "tensors": rows, **adapters}, []
-
-
-def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
-    """List the fields that config.json cannot express: those that are different when it is read again."""
-    back = decoder_config(Download(content))
-    pairs = {f.name: (getattr(config, f.name), getattr(back, f.name)) for f in dataclasses.fields(config)}
-    if config.mixture and back.mixture:
-        ours = ("capacity_factor", "balance", "bias_rate")
-        parts = [f.name for f in dataclasses.fields(config.mixture) if f.name not in ours]
-        del pairs["mixture"]
-        pairs["a bias for the choice"] = config.mixture.bias_rate is not None, back.mixture.bias_rate is not None
-        pairs |= {f"mixture.{key}": (getattr(config.mixture, key), getattr(back.mixture, key)) for key in parts}
-    return [f"{key}={here!r}" for key, (here, there) in pairs.items() if key not in OURS and here != there]
-
-
-def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the content of a config.json, for `transformers` 4 and 5."""
-    c, there = config, config.download.config if config.download else {}
-    kept = there.get("hidden_act", "")
-    kept = kept if ACTIVATIONS.get(kept) == c.activation else None
-    plain = c.head_width is None and there.get("head_dim", 0) is None
-    content = {
-        "architectures": [family.architecture],
-        "model_type": c.family,
-        "head_dim": None if plain else c.head_dim,
-        "hidden_act": kept or next(key for key, kind in ACTIVATIONS.items() if kind == c.activation),
-        **family.needs,
-    }
-    for field_, key in {**KEYS, **family.keys}.items():
-        value, (key, power) = getattr(c, field_), (key, 1) if isinstance(key, str) else key
-        if (c.family, field_) in MEANINGS:
-            value = value is not None
-        if field_ == "attention_scale" and value is None:
-            value = c.head_dim**-0.5
-        if power != 1 and value is not None:
-            value = round(value ** (1 / power), 9)
-            value = int(value) if value.is_integer() else value  # transformers refuses 24.0
-        content[key] = value
-    if "attn_logit_softcapping" in content:
-        content["hidden_activation"] = content["hidden_act"]
-    content["hidden_size"] = c.d_model
-    content |= latent_json(c.latent) if c.latent else {}
-    if not c.download:
-        content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
-    if c.mixture:
-        content |= {**mixture_json(c.family, c.mixture), **dense_json(c.family, c.dense_layers, there)}
-    return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)

@@ -96,6 +96,7 @@ class Mixture(nnx.Module):
         c, kernel_DE = self.config, self.router.kernel[...]
         logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
         if c.biases:
+            assert self.router.bias is not None
             logits_BSE += self.router.bias[...].astype(jnp.float32)
         bias_E = None if c.bias_rate is None else self.bias[...]
         routing = route(

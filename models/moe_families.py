@@ -161,7 +161,7 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
         rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias"})
     if names.together:
         at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
-        cut = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
+        cut: dict[str, Any] = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
         rows.append({"name": f"{at}.gate_up_proj", "leaf": "stack/mlp/gate_up", **cut})
         rows.append({"name": f"{at}.down_proj", "leaf": "stack/mlp/down"})
         if c.biases:
@@ -173,7 +173,7 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
         gate, up, down = (f"{layer}{names.layer}.experts.{expert}.{part}.weight" for part in names.parts)
         one = [0, expert, expert + 1]
         for i, name in enumerate((gate, up)):
-            cut: dict[str, Any] = {"slices": [one, [2, i, i + 1]], "transposed": [0, 2, 3, 1], "reshape": shape}
+            cut = {"slices": [one, [2, i, i + 1]], "transposed": [0, 2, 3, 1], "reshape": shape}
             rows.append({"name": name, "leaf": "stack/mlp/gate_up", **cut})
         cut = {"slices": [one], "transposed": [0, 2, 1], "reshape": shape[::-1]}
         rows.append({"name": down, "leaf": "stack/mlp/down", **cut})

@@ -37,6 +37,8 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     rows = embedding(f"{names['embed']}.weight", "ends/embed", c.vocab_size, c.vocab_rows)
     for path, numbers in c.layer_paths.items():
         rows += [_at(path, numbers, row) for row in _layer(c.of_layer(numbers[0]), names)]
+    for depth in range(c.future_layers):
+        rows += _future(c.num_layers + depth, depth)
     rows += _norm(c, names["norm"], "ends/norm")
     if not c.tied:
         rows.append(_matrix(names["head"], "ends/head", [0, c.vocab_size]))
@@ -71,6 +73,21 @@ def _at(path: str, numbers: range, row: Row) -> Row:
 def _norm(c: DecoderConfig, name: str, leaf: str) -> list[Row]:
     rows = norm_rows(name, leaf)
     return rows if c.norm == "layer" else rows[:1]
+
+
+def _future(number: int, depth: int) -> list[dict[str, Any]]:
+    """List the rows of the weights' table, see `jzero.weights.name_map`, but for the block's.
+
+    Args:
+      number: of the layer in files, where these follow the others.
+      depth: 0 for the layer that predicts the second token.
+    """
+    names = {"enorm": "embed_norm", "hnorm": "state_norm", "shared_head.norm": "norm"}
+    at, leaf = f"model.layers.{number}", f"ends/future/{depth}"
+    rows: list[dict[str, Any]] = [
+        {"name": f"{at}.{name}.weight", "leaf": f"{leaf}/{own}/scale"} for name, own in names.items()
+    ]
+    return [*rows, {"name": f"{at}.eh_proj.weight", "leaf": f"{leaf}/join/kernel", "transposed": True}]
 
 
 def embedding(name: str, leaf: str, size: int, rows: int) -> list[Row]:

@@ -1,0 +1,148 @@
+"""Decoders written for the `transformers` library: config.json, and the table of the weights in files."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jzero.errors import ConfigError
+
+from .decoder_config import DecoderConfig
+from .downloads import ADVICE, Download
+from .families import ACTIVATIONS, FAMILIES, KEYS, MEANINGS, Family, decoder_config
+from .latent import latent_json
+from .layer_patterns import patterns_json
+from .lora import adapters_table
+from .moe_families import NAMES, dense_json, mixture_json
+from .rope_json import rope_json
+from .tensor_names import tensor_rows
+
+FUTURE = "num_nextn_predict_layers"
+# The fields that files do not have.
+OURS = (
+    "attention", "future_layers", "future_weight", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download",
+    "family",
+)  # fmt: skip
+
+
+def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[str]]:
+    """Describe the parameters in `transformers`, see `jzero.weights.name_map`.
+
+    Returns:
+      (the table, lines for the run report); None if the family does not have all that the config has.
+    """
+    family = FAMILIES.get(config.family)
+    if family is None:
+        raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
+    if config.lora and config.lora.quantized:
+        return None, ["weights in files have jzero's own names: these are quantised"]
+    if config.mixture and config.family not in NAMES:
+        return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
+    content = config_json(config, family)
+    wrong = _lost(config, content)
+    wrong += ["future_layers"] if config.future_layers and FUTURE not in family.absent else []
+    if wrong:
+        return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
+    may_differ = [
+        "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
+        "head_dim",  # the tensors' shapes imply it
+        "rope_parameters",  # its entries are compared individually
+        "max_window_layers",
+    ]  # fmt: skip
+    if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
+        may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
+    if config.activation == "gelu_tanh":
+        may_differ += ["hidden_act"]  # it has two names, and older downloads of Gemma call it gelu
+    if config.rope_scaling:
+        may_differ += ["rope_scaling"]  # likewise
+    if config.window is None:
+        may_differ += ["sliding_window"]  # not used then
+    absent = {"rope_theta": 10_000.0, "rope_type": "default", **family.absent}
+    # In files of transformers 5 these lie deeper, or have another name.
+    apart = (
+        {"rotary_pct", "rope_theta", "rope_type", "rope_local_base_freq"}
+        if "rope_local_base_freq" in absent
+        else {"rotary_pct"}
+    )
+    absent = {key: x for key, x in absent.items() if key not in apart}
+    keys = {
+        "may_differ": may_differ,
+        "absent": absent,
+        "advice": ADVICE,
+        "aliases": family.aliases,
+        # in older downloads; rope_theta implies them
+        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored, *_left_out(config)],
+    }
+    if config.download:
+        keys["download"] = config.download.table(config.vocab_size)
+    rows = tensor_rows(config, family.names)
+    adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
+    return {"config": content, **keys, "tensors": rows, **adapters}, _future_note(config)
+
+
+def _future_note(config: DecoderConfig) -> list[str]:
+    ahead = _future(config)
+    if ahead <= config.future_layers:
+        return []
+    return [f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them"]
+
+
+def _future(config: DecoderConfig) -> int:
+    """Return how many layers a download has that predict further tokens."""
+    return config.download.config.get(FUTURE) or 0 if config.download else 0
+
+
+def _left_out(config: DecoderConfig) -> list[str]:
+    """Return patterns of tensors that predict further tokens: copies of embedding and head, and whole layers."""
+    ahead = _future(config)
+    numbers = range(config.num_layers + config.future_layers, config.num_layers + ahead)
+    copies = ["model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"] if ahead else []
+    return [*(f"model.layers.{number}.*" for number in numbers), *copies]
+
+
+def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
+    """List the fields that config.json cannot express: those that are different when it is read again."""
+    back = decoder_config(Download(content))
+    pairs = {f.name: (getattr(config, f.name), getattr(back, f.name)) for f in dataclasses.fields(config)}
+    if config.mixture and back.mixture:
+        ours = ("capacity_factor", "balance", "bias_rate")
+        parts = [f.name for f in dataclasses.fields(config.mixture) if f.name not in ours]
+        del pairs["mixture"]
+        pairs["a bias for the choice"] = config.mixture.bias_rate is not None, back.mixture.bias_rate is not None
+        pairs |= {f"mixture.{key}": (getattr(config.mixture, key), getattr(back.mixture, key)) for key in parts}
+    return [f"{key}={here!r}" for key, (here, there) in pairs.items() if key not in OURS and here != there]
+
+
+def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Return the content of a config.json, for `transformers` 4 and 5."""
+    c, there = config, config.download.config if config.download else {}
+    kept = there.get("hidden_act", "")
+    kept = kept if ACTIVATIONS.get(kept) == c.activation else None
+    plain = c.head_width is None and there.get("head_dim", 0) is None
+    content = {
+        "architectures": [family.architecture],
+        "model_type": c.family,
+        "head_dim": None if plain else c.head_dim,
+        "hidden_act": kept or next(key for key, kind in ACTIVATIONS.items() if kind == c.activation),
+        **family.needs,
+    }
+    for field_, key in {**KEYS, **family.keys}.items():
+        value, (key, power) = getattr(c, field_), (key, 1) if isinstance(key, str) else key
+        if (c.family, field_) in MEANINGS:
+            value = value is not None
+        if field_ == "attention_scale" and value is None:
+            value = c.head_dim**-0.5
+        if power != 1 and value is not None:
+            value = round(value ** (1 / power), 9)
+            value = int(value) if value.is_integer() else value  # transformers refuses 24.0
+        content[key] = value
+    if "attn_logit_softcapping" in content:
+        content["hidden_activation"] = content["hidden_act"]
+    content["hidden_size"] = c.d_model
+    content |= latent_json(c.latent) if c.latent else {}
+    content |= {FUTURE: c.future_layers} if c.future_layers else {}
+    if not c.download:
+        content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
+    if c.mixture:
+        content |= {**mixture_json(c.family, c.mixture), **dense_json(c.family, c.dense_layers, there)}
+    return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)
