@@ -98,8 +98,7 @@ class Mixture(nnx.Module):
         """Return (y_BSD, the metrics of this layer)."""
         c, kernel_DE = self.config, self.router.kernel[...]
         logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
-        if c.biases:
-            assert self.router.bias is not None
+        if self.router.bias is not None:
             logits_BSE += self.router.bias[...].astype(jnp.float32)
         bias_E = None if c.bias_rate is None else self.bias[...]
         routing = route(

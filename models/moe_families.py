@@ -176,13 +176,13 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
         rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias"})
     if names.together:
         at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
-        cut: dict[str, Any] = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
-        rows.append({"name": f"{at}.gate_up_proj", "leaf": "stack/mlp/gate_up", **cut})
+        whole = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
+        rows.append({"name": f"{at}.gate_up_proj", "leaf": "stack/mlp/gate_up", **whole})
         rows.append({"name": f"{at}.down_proj", "leaf": "stack/mlp/down"})
         if c.biases:
-            cut = {"transposed": [axis - (axis > 1) for axis in axes if axis != 1], "reshape": wide}
+            own = {"transposed": [axis - (axis > 1) for axis in axes if axis != 1], "reshape": wide}
             rows.append({"name": f"{router}.bias", "leaf": "stack/mlp/router/bias"})
-            rows.append({"name": f"{at}.gate_up_proj_bias", "leaf": "stack/mlp/gate_up_bias", **cut})
+            rows.append({"name": f"{at}.gate_up_proj_bias", "leaf": "stack/mlp/gate_up_bias", **own})
             rows.append({"name": f"{at}.down_proj_bias", "leaf": "stack/mlp/down_bias"})
     for expert in range(0 if names.together else c.num_experts):
         gate, up, down = (f"{layer}{names.layer}.experts.{expert}.{part}.weight" for part in names.parts)

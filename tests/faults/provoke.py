@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jzero.models.mlp import MLP, cross_entropy
 
 import jzero
 from jzero.config import Config
@@ -15,7 +16,6 @@ from jzero.data import DataLoader
 from jzero.launcher import options
 from jzero.launcher.hostfile import read_hostfile
 from jzero.launcher.job import make_job
-from jzero.models.mlp import MLP, cross_entropy
 
 Provoke = Callable[[Path], Any]
 
