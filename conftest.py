@@ -32,6 +32,9 @@ def quiet():
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 
+# LLVM's; the tests spend their time on compiling, and so do the processes that they start, which inherit this.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 # JAX's CUDA plugin logs that there is no driver, before any setting of a log level counts. From a worker of xdist these
 # lines would come after pytest's last one.
 with quiet():
@@ -42,7 +45,6 @@ if not os.environ.get("CI"):  # where Hypothesis has a profile of its own, witho
     hypothesis.settings.load_profile("patient")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: the tests spend their time on compiling
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).resolve().parent / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # tests share many small programs
 

@@ -62,13 +62,17 @@ def jzeros(letters, weight, a, b, g, gradients, trained=True):
     form = form_of(numbers, (a.ndim, b.ndim), weight)
     assert form is not None
 
-    def run(x, place):
-        w = quantize_weight((a, b)[weight], (), jnp.bfloat16, gradients)
-        return fp8_dot_general(x, w.used(w.x8, place), form, jnp.bfloat16, {})
+    @jax.jit
+    def run(x, place, g):
+        def product(x, place):
+            w = quantize_weight((a, b)[weight], (), jnp.bfloat16, gradients)
+            return fp8_dot_general(x, w.used(w.x8, place), form, jnp.bfloat16, {})
+
+        y, pull = jax.vjp(product, x, place)
+        return y, *pull(g)
 
     x, place = (a, b)[1 - weight], jnp.zeros((a, b)[weight].shape, jnp.bfloat16) if trained else None
-    y, pull = jax.vjp(run, x, place)
-    dx, dw = pull(g)
+    y, dx, dw = run(x, place, g)
     return y, *((dw, dx) if weight == 0 else (dx, dw))
 
 

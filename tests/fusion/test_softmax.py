@@ -59,11 +59,17 @@ def check(functions, logits, labels, size, g):
     np.testing.assert_allclose(np.asarray(dx, np.float64), expected, rtol=2 * eps, atol=1e-5 * eps + 1e-7)
 
 
-@pytest.mark.parametrize("dtype", EPS, ids=lambda dtype: np.dtype(dtype).name)
+SHAPES = [((3, 1), 1), ((5, 7), 7), ((2, 3, 8), 5), ((7, 1000), 999), ((2, 4104), 4097), ((3, 8192), 8192)]
+
+
+# In half precision one shape within a tile and one beyond it, both with padding.
 @pytest.mark.parametrize(
-    ("shape", "size"),
-    [((3, 1), 1), ((5, 7), 7), ((2, 3, 8), 5), ((7, 1000), 999), ((2, 4104), 4097), ((3, 8192), 8192), ((1, 24), 24)],
-    ids=str,
+    ("shape", "size", "dtype"),
+    [
+        *((*shape, jnp.float32) for shape in SHAPES),
+        *((*shape, dtype) for shape in (SHAPES[2], SHAPES[4]) for dtype in (jnp.bfloat16, jnp.float16)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
 def test_against_float64(shape, size, dtype, monkeypatch):
     given = rows(*shape, dtype=dtype)
