@@ -62,6 +62,15 @@ class Decoding(NamedTuple):
         return self.column + jnp.arange(self.x_BSD.shape[1])
 
     @property
+    def positions_BS(self) -> jax.Array:
+        """Number the tokens of each row from 0; padding is 0 too."""
+        return jnp.maximum(self.columns_S[None] - self._start_B1, 0)
+
+    @property
+    def _start_B1(self) -> jax.Array:
+        return jnp.zeros((1, 1), jnp.int32) if self.padding_B is None else self.padding_B[:, None]
+
+    @property
     def segments_BS(self) -> jax.Array | None:
         """Return the prompt's segments: 1 for tokens, 0 for padding."""
         return None if self.padding_B is None else (self.columns_S >= self.padding_B[:, None]).astype(jnp.int32)
@@ -72,6 +81,11 @@ class Decoding(NamedTuple):
         if self.padding_B is not None:
             near_11T = near_11T & (jnp.arange(T) >= self.padding_B[:, None, None])
         return near_11T[:, None]
+
+    def same_chunk_B11T(self, T: int, size: int) -> jax.Array:
+        """Return which columns of a cache are in the same chunk of its row as one token."""
+        chunks_BT = (jnp.arange(T) - self._start_B1) // size
+        return (chunks_BT == self.positions_BS // size)[:, None, None]
 
 
 # ------------------------------------------------------------------------------------------- the product

@@ -11,8 +11,8 @@ from flax import nnx
 from .attention import Decoding, KVCache, attend, same_segment, visible_ST
 from .decoder_config import DecoderConfig
 from .lora import FusedLinear, linear
-from .norms import query_key_norms
-from .rope import Rope, either, frequencies, rope
+from .norms import query_key_norms, unit_rms
+from .rope import Rope, either, frequencies, rope, segment_positions
 
 
 class Attention(nnx.Module):
@@ -36,32 +36,40 @@ class Attention(nnx.Module):
         self.out = linear_of(c, c.num_heads * c.head_dim, c.d_model, "o_proj", rngs, last=True, bias=c.out_bias)
         if c.sinks:
             self.sinks = nnx.Param(initial(c)(rngs.params(), (c.num_kv_heads, c.num_groups)))
-        if c.qk_norm:
+        if c.qk_norm not in (None, "unscaled"):
             self.q_norm, self.k_norm = query_key_norms(c, rngs)
 
     def __call__(
         self, x_BSD: jax.Array, segments_BS: jax.Array | None = None, layer: jax.Array | None = None
     ) -> jax.Array:
-        heads = self.heads(x_BSD, layer, x_BSD.shape[1])
+        heads = self.heads(x_BSD, layer, x_BSD.shape[1], positions_BS=positions(segments_BS, x_BSD.shape[1]))
         return self.attend_causally(*heads, segments_BS, layer)
 
     def decode(self, x: Decoding, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Attend within a prompt, or from one token to all before it; return (y_BSD, the cache with their keys)."""
-        T, window = cache.k_BTKC.shape[1], self.config.window
-        q_BSHC, k_BSKC, v_BSKC = self.heads(x.x_BSD, x.layer, T, x.columns_S)
+        T, c = cache.k_BTKC.shape[1], self.config
+        q_BSHC, k_BSKC, v_BSKC = self.heads(x.x_BSD, x.layer, T, x.columns_S, x.positions_BS)
         cache = cache.put(k_BSKC, v_BSKC, x.column)
         if x.x_BSD.shape[1] > 1:
             return self.attend_causally(q_BSHC, k_BSKC, v_BSKC, x.segments_BS, x.layer), cache
-        mask_B11T, is_global = x.visible_B11T(T, window), flag(self.config.global_layers, x.layer)
+        mask_B11T, is_global = x.visible_B11T(T, None if c.chunked else c.window), flag(c.global_layers, x.layer)
+        if c.chunked:
+            mask_B11T = mask_B11T & x.same_chunk_B11T(T, c.window)
         if is_global is not None:
             mask_B11T = jnp.where(is_global, x.visible_B11T(T), mask_B11T)
         return self.attend(q_BSHC, *cache, mask_B11T), cache
 
     def heads(
-        self, x_BSD: jax.Array, layer: jax.Array | None, length: int, columns_S: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute queries [B, S, H, C], keys and values [B, S, K, C], in rows of `length` tokens."""
-        c = self.config
+        self, x_BSD: jax.Array, layer: jax.Array | None, length: int, columns_S: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+        """Compute queries [B, S, H, C], keys and values [B, S, K, C], in rows of `length` tokens.
+
+        Args:
+          columns_S: default: 0 to S - 1.
+          positions_BS: in the documents, for the temperature.
+        """
+        c, has_rope = self.config, flag(self.config.rope_layers, layer)
         q_BSKGC, k_BSK1C, v_BSK1C = self.qkv(x_BSD)
         if c.qk_norm in ("each", "all"):
             q_BSKGC, k_BSK1C = self.q_norm(q_BSKGC), self.k_norm(k_BSK1C)
@@ -69,8 +77,17 @@ class Attention(nnx.Module):
         k_BSKC, v_BSKC = k_BSK1C.squeeze(3), v_BSK1C.squeeze(3)
         if c.qk_norm == "shared":
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
+        if c.qk_norm == "unscaled":  # a rotation does not change the norm
+            unit = [unit_rms(x, c.norm_eps).astype(x.dtype) for x in (q_BSHC, k_BSKC)]
+            either_of = zip(unit, (q_BSHC, k_BSKC), strict=True)
+            q_BSHC, k_BSKC = unit if has_rope is None else (jnp.where(has_rope, u, x) for u, x in either_of)
         rotary = self.rope(layer, length)
         q_BSHC, k_BSKC = (rope(x, rotary, columns_S, c.interleaved_rope) for x in (q_BSHC, k_BSKC))
+        if c.temperature and positions_BS is not None:
+            strength, floor = c.temperature
+            scale_BS = 1 + strength * jnp.log1p(jnp.floor((positions_BS + 1) / floor))
+            scale_BS = scale_BS if has_rope is None else jnp.where(has_rope, 1, scale_BS)
+            q_BSHC = (q_BSHC * scale_BS[..., None, None]).astype(q_BSHC.dtype)
         return q_BSHC, k_BSKC, v_BSKC
 
     def rope(self, layer: jax.Array | None, length: int) -> Rope:
@@ -89,10 +106,14 @@ class Attention(nnx.Module):
         """Attend to the past within the row."""
         S, c = q_BSHC.shape[1], self.config
         mask_B1SS, is_global = same_segment(segments_BS), flag(c.global_layers, layer)
-        if is_global is None:
+        if is_global is None and not c.chunked:
             return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True, window=c.window)
-        near_11SS = (visible_ST(S, S, c.window) | is_global)[None, None]
-        mask_B1SS = near_11SS if mask_B1SS is None else near_11SS & mask_B1SS
+        if c.chunked:
+            near_B1SS = same_segment(positions(segments_BS, S) // c.window)
+        else:
+            near_B1SS = visible_ST(S, S, c.window)[None, None]
+        near_B1SS = near_B1SS if is_global is None else near_B1SS | is_global
+        mask_B1SS = near_B1SS if mask_B1SS is None else near_B1SS & mask_B1SS
         return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True)
 
     def attend(
@@ -105,6 +126,11 @@ class Attention(nnx.Module):
             sinks_KG=self.sinks[...] if c.sinks else None, **visible,
         )  # fmt: skip
         return self.out(o_BSHC.reshape(*o_BSHC.shape[:2], -1))
+
+
+def positions(segments_BS: jax.Array | None, S: int) -> jax.Array:
+    """Number the tokens of each document from 0: [B or 1, S]."""
+    return jnp.arange(S)[None] if segments_BS is None else segment_positions(segments_BS)
 
 
 def flag(pattern: tuple[bool, ...] | None, layer: jax.Array | None) -> jax.Array | None:

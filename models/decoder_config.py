@@ -69,9 +69,12 @@ class DecoderConfig:
       rope_layers: which layers have RoPE, repeated: (True, True, True, False) for SmolLM3; default: all.
       qkv_bias, out_bias, mlp_bias: which matrices have biases (Qwen2: queries, keys and values).
       qk_norm: queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for
-        each (Cohere, StableLM), or over all heads together (OLMo 2).
+        each (Cohere, StableLM), over all heads together (OLMo 2), or without a scale where there is RoPE (Llama 4).
       window: tokens see only the last `window` tokens (Mistral).
       global_layers: which layers have no window, repeated: (False, True) for Gemma 2; default: none.
+      chunked: a window is the `window` tokens of a chunk; chunks begin with the document (Llama 4).
+      temperature: (strength, floor): in layers without RoPE, the query at position i of a document is multiplied by
+        1 + strength * log(1 + floor((i + 1) / floor)) (Llama 4; Nakanishi, arXiv:2501.19399).
       local_theta: the RoPE base of the layers with a window, without scaling; default: as the others.
       norm: "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
       norms: where attention and feed-forward layers have them: before, after the layer (OLMo 2), or both (Gemma 2).
@@ -113,9 +116,11 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["shared", "each", "all"] | None = None
+    qk_norm: Literal["shared", "each", "all", "unscaled"] | None = None
     window: int | None = None
     global_layers: tuple[bool, ...] | None = None
+    chunked: bool = False
+    temperature: tuple[float, int] | None = None
     local_theta: float | None = None
     norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "rms"
     norms: Literal["before", "after", "both"] = "before"
@@ -152,6 +157,10 @@ class DecoderConfig:
             raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
         if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)]):
             raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
+        if self.chunked and not self.window:
+            raise ConfigError(f"{name}: chunked = True needs a window, the tokens of a chunk")
+        if self.temperature and not self.rope_layers:
+            raise ConfigError(f"{name}: temperature = {self.temperature} needs rope_layers: it is for those without")
         if self.parallel and self.norms != "before":
             raise ConfigError(f"{name}: parallel = {self.parallel!r} needs norms = 'before', not {self.norms!r}")
         dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
@@ -268,7 +277,7 @@ class DecoderConfig:
             wide += experts * mixture.biases
         heads, keys = self.num_heads, self.num_heads + self.num_kv_heads
         norms = {"before": 2, "after": 2, "both": 4}[self.norms] - (self.parallel == "one_norm")
-        scales = {None: 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
+        scales = {None: 0, "unscaled": 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
         biases = (heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias + self.d_model * self.out_bias
         if mixture:
             biases += (mixture.num_experts + 2 * mixture.width * experts) * mixture.biases

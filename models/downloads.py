@@ -12,7 +12,7 @@ from typing import Any
 from jzero.errors import ConfigError, no_such_directory
 from jzero.weights.load import from_cache
 
-TEXT = {"gemma3": "gemma3_text"}  # models with text_config -> their text decoder
+TEXT = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # models with text_config -> their text decoder
 ADVICE = "build the model from these files: jzero.models.from_hf(DIR)"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The classes that are written, the dtype and the files of an export may differ; layer_types are those of the layers.

@@ -15,7 +15,7 @@ from jzero.errors import ConfigError
 from .decoder_config import DecoderConfig, check_fields
 from .downloads import Download
 from .latent import latent_of
-from .layer_patterns import KINDS, patterns_of
+from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_of
 from .moe_families import dense_of, mixture_of
 from .rope_json import rope_of
 
@@ -84,6 +84,18 @@ LATENT = {
 }  # fmt: skip
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"}),
+    "llama4_text": Family(
+        "Llama4ForCausalLM", {"interleaved_rope": True},
+        {**BIAS, "d_ff": "intermediate_size_mlp", "qk_norm": "use_qk_norm"},
+        {
+            "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192,
+            "head_dim": 128, "intermediate_size_mlp": 16384, "no_rope_layer_interval": 4,
+            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+            "use_qk_norm": True,
+        },
+        {"gate_up": "feed_forward.{part}_proj", "down": "feed_forward.down_proj"},
+        aliases={r"^language_model\.": ""}, ignored=("vision_model.*", "multi_modal_projector.*"),
+    ),
     "mistral": Family("MistralForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, absent=SLIDING),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": "shared"}, BIAS, {**SLIDING, "head_dim": 128}),
@@ -231,10 +243,11 @@ FAMILIES = {
 }  # fmt: skip
 # What a flag of config.json stands for.
 MEANINGS = {
-    ("stablelm", "qk_norm"): "each", ("cohere", "qk_norm"): "each", ("stablelm", "parallel"): "one_norm",
+    ("llama4_text", "qk_norm"): "unscaled", ("stablelm", "qk_norm"): "each", ("cohere", "qk_norm"): "each",
+    ("stablelm", "parallel"): "one_norm",
     ("gpt_neox", "parallel"): "two_norms",
 }  # fmt: skip
-NULLS = ("sliding_window", "q_lora_rank")  # keys whose null is not their default
+NULLS = ("sliding_window", CHUNK, "q_lora_rank")  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
 
 
@@ -259,7 +272,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     problems = [f"config.json has no {keys[field]}" for field in SIZES if keys[field] not in there]
     lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
     problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
-    if other := set(there.get("layer_types", ())) - {*KINDS.values(), "attention"}:
+    if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:
         problems.append(f"config.json has layer_types {', '.join(sorted(other))}: models/decoder.py does not have them")
     allowed = [key for key, kind in ACTIVATIONS.items() if "activation" not in family.fixed or kind.startswith("gelu")]
     for key in ("hidden_act", "hidden_activation"):

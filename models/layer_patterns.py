@@ -8,11 +8,14 @@ from typing import Any
 from .decoder_config import DecoderConfig
 
 KINDS = {True: "full_attention", False: "sliding_attention"}
+CHUNKED = "chunked_attention"
+CHUNK, TUNING = "attention_chunk_size", "attn_temperature_tuning"
 
 
 def patterns_of(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return window, global_layers and rope_layers of a config.json."""
-    layers, window = there["num_hidden_layers"], there.get("sliding_window")
+    """Return window, global_layers, rope_layers and more of a config.json."""
+    chunk = there.get(CHUNK)
+    layers, window = there["num_hidden_layers"], chunk or there.get("sliding_window")
     if not there.get("use_sliding_window", True):
         window = None
     wide = _global(there) if window else [True] * layers
@@ -22,11 +25,14 @@ def patterns_of(there: Mapping[str, Any]) -> dict[str, Any]:
         rope = _has_rope(there)
     if there.get("position_embedding_type", "rope") != "rope":
         rope = [False] * layers
+    found: dict[str, Any] = {"rope_layers": repeated(rope, True)}
+    if there.get(TUNING) and not all(rope):
+        found["temperature"] = float(there["attn_scale"]), int(there["floor_scale"])
     if all(wide):
-        return {"window": None, "global_layers": None, "rope_layers": repeated(rope, True)}
+        return {"window": None, "global_layers": None, **found}
     # Gemma 3 has another base in layers with a window, even if there are no others.
     pattern = repeated(wide, False) or ((False,) if "rope_local_base_freq" in there else None)
-    return {"window": window, "global_layers": pattern, "rope_layers": repeated(rope, True)}
+    return {"window": window, "global_layers": pattern, "chunked": bool(chunk), **found}
 
 
 def _global(there: Mapping[str, Any]) -> list[bool]:
@@ -34,6 +40,8 @@ def _global(there: Mapping[str, Any]) -> list[bool]:
     layers = there["num_hidden_layers"]
     if kinds := there.get("layer_types"):
         return [kind == KINDS[True] for kind in kinds[:layers]]
+    if there.get(CHUNK):
+        return [not has for has in _has_rope(there)]
     if every := there.get("sliding_window_pattern"):
         return [(i + 1) % every == 0 for i in range(layers)]
     if "no_rope_layer_interval" in there:
@@ -71,10 +79,17 @@ def patterns_json(config: DecoderConfig, absent: Mapping[str, Any], there: Mappi
     wide = c.global_layers or (c.window is None,)
     if "use_sliding_window" in absent:
         content["use_sliding_window"] = c.window is not None
-    if c.window is not None or "sliding_window" not in there:  # a window that is not used stays
+    if CHUNK in absent:
+        content[CHUNK] = c.window
+        content |= dict(zip(("attn_scale", "floor_scale"), c.temperature or (), strict=False))
+        if c.rope_layers:
+            content[TUNING] = c.temperature is not None and (there.get(TUNING) or True)
+    elif c.window is not None or "sliding_window" not in there:  # a window that is not used stays
         content["sliding_window"] = c.window
-    if c.global_layers or "sliding_window_pattern" in absent or "layer_types" in {*there, *absent}:
-        content["layer_types"] = [KINDS[wide[i % len(wide)]] for i in layers]
+    listed = {"sliding_window_pattern", CHUNK} & {*absent} or "layer_types" in {*there, *absent}
+    if c.global_layers or listed:
+        kinds = {**KINDS, False: CHUNKED} if CHUNK in absent else KINDS
+        content["layer_types"] = [kinds[wide[i % len(wide)]] for i in layers]
     elif c.window is not None and "use_sliding_window" in absent:
         content["max_window_layers"] = 0
     if "position_embedding_type" in absent:

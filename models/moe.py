@@ -6,6 +6,7 @@ Shape suffixes beside those of `decoder`: E experts, N experts of a token, F wid
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,7 @@ class MixtureConfig:
       shared: inner width of one more expert, which all tokens use; 0: there is none.
       shared_gate: multiplies that expert's output by a sigmoid, of a product of its own (Qwen2-MoE).
       capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
+      scale_inputs: the weight of a token's only expert multiplies its input, and not its output (Llama 4).
       biases: of the router, and of the experts' matrices (GPT-OSS).
       clamp: of the experts' gates and values, see `ClampedSwiGLU`: (alpha, limit) (GPT-OSS); None: silu(gate) * value.
       balance: what the load-balancing loss counts in the loss, as its mean over the layers.
@@ -52,6 +54,7 @@ class MixtureConfig:
     shared: int = 0
     shared_gate: bool = False
     capacity_factor: float | None = None
+    scale_inputs: bool = False
     biases: bool = False
     clamp: tuple[float, float] | None = None
     balance: float = 0.01
@@ -103,8 +106,12 @@ class Mixture(nnx.Module):
             logits_BSE, c.top_k, score=c.score, normalize=c.normalize, scale=c.scale, bias=bias_E,
             groups=c.groups, capacity_factor=c.capacity_factor,
         )  # fmt: skip
+        tokens_BSD, used = x_BSD, routing
+        if c.scale_inputs:
+            tokens_BSD = x_BSD * routing.weights.astype(x_BSD.dtype)
+            used = dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
         y_BSD = experts(
-            x_BSD, routing, self.gate_up[...], self.down[...], glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,
+            tokens_BSD, used, self.gate_up[...], self.down[...], glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,
             biases=(self.gate_up_bias[...], self.down_bias[...]) if c.biases else None,
         )  # fmt: skip
         if c.shared:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jzero.errors import ConfigError
 
+from .decoder_config import DecoderConfig
 from .moe import MixtureConfig
 
 
@@ -56,6 +57,10 @@ NAMES = {
         "mlp", ("gate", "up", "down"), "num_local_experts", "intermediate_size", router="router",
         together=(0, 1, 3, 2), fields={"normalize": True, "biases": True},
     ),
+    "llama4_text": Names(
+        "feed_forward", PROJECTIONS, "num_local_experts", "intermediate_size", "intermediate_size", "moe_layers",
+        "router", (0, 1, 2, 3), {"normalize": False, "score": "sigmoid", "scale_inputs": True},
+    ),
     "qwen3_moe": Names(
         "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",
         dense="mlp_only_layers",
@@ -67,11 +72,12 @@ NAMES = {
 }  # fmt: skip
 EXPERTS = "num_local_experts"
 FIXED = {"router_jitter_noise": 0.0}
-DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
+DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "interleave_moe_layer_step", "moe_layers")
 TIMES = "n_shared_experts"
 LIMITED = {"group_limited_greedy": 1, "noaux_tc": 2}  # how many of a group's scores count
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
+    "llama4_text": {EXPERTS: 16, "num_experts_per_tok": 1},
     "gpt_oss": {EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
 BALANCE = 0.001  # transformers' default of router_aux_loss_coef
@@ -94,6 +100,10 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     for key, value in FIXED.items():
         if (there.get(key) or value) != value:
             problems.append(f"config.json has {key} = {there[key]!r}: models/moe.py has only {value!r}")
+    if names.fields.get("scale_inputs") and there.get("num_experts_per_tok") != 1:
+        problems.append(
+            f"config.json has num_experts_per_tok = {there.get('num_experts_per_tok')}: models/moe.py has only 1"
+        )
     if problems:
         raise ConfigError(*problems)
     fields: dict[str, Any] = {"normalize": bool(there.get("norm_topk_prob", False))}
@@ -138,18 +148,23 @@ def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
     """Read the numbers of the layers without a mixture."""
     if there["model_type"] not in NAMES:
         return ()
-    only, step, first = (there.get(key) for key in DENSE)
-    layers = range(there["num_hidden_layers"])
-    return tuple(i for i in layers if i in (only or ()) or (i + 1) % (step or 1) or i < (first or 0))
+    only, step, first, every, sparse = (there.get(key) for key in DENSE)
+    layers, step = range(there["num_hidden_layers"]), step or every or 1
+    if sparse is not None:
+        return tuple(i for i in layers if i not in sparse)
+    return tuple(i for i in layers if i in (only or ()) or (i + 1) % step or i < (first or 0))
 
 
-def dense_json(family: str, dense: tuple[int, ...], there: Mapping[str, Any]) -> dict[str, Any]:
+def dense_json(config: DecoderConfig, there: Mapping[str, Any]) -> dict[str, Any]:
     """Return what config.json has of them; a download's own keys stay if they still hold."""
+    dense, key = config.dense_layers, NAMES[config.family].dense
     if there and dense_of(there) == dense:
         return {key: there[key] for key in DENSE if key in there}
-    if NAMES[family].dense == "mlp_only_layers":
-        return {"mlp_only_layers": list(dense), "decoder_sparse_step": 1}
-    return {"first_k_dense_replace": len(dense)} if NAMES[family].dense else {}
+    if key == "mlp_only_layers":
+        return {key: list(dense), "decoder_sparse_step": 1}
+    if key == "moe_layers":
+        return {key: [i for i in range(config.num_layers) if i not in dense]}
+    return {key: len(dense)} if key else {}
 
 
 def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) -> list[dict[str, Any]]:
@@ -182,7 +197,7 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
         for i, part in enumerate(names.parts[:2]):
             cut = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [width, d_model]}
             rows.append({"name": f"{name}.{part}.weight", "leaf": "stack/mlp/shared_gate_up", **cut})
-        last = {f".{names.parts[2]}": "shared_down", **({"_gate": "shared_gate/kernel"} if mixture.shared_gate else {})}
+        last = {f".{names.parts[2]}": "shared_down", **({"_gate": "shared_gate/kernel"} if c.shared_gate else {})}
         for part, leaf in last.items():
             rows.append({"name": f"{name}{part}.weight", "leaf": f"stack/mlp/{leaf}", "transposed": True})
     return rows

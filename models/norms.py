@@ -19,9 +19,14 @@ class OffsetRMSNorm(nnx.Module):
         self.epsilon, self.scale = epsilon, nnx.Param(jnp.zeros(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
+        wide = unit_rms(x, self.epsilon)
         return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+
+
+def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    """Divide vectors [..., C] by the roots of their mean squares, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + epsilon)
 
 
 class HeadsNorm(nnx.Module):

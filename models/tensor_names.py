@@ -120,7 +120,7 @@ def _attention(c: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
         if c.qkv_bias:
             cut = {"slices": [[1, start, stop]], "reshape": [width]}
             rows.append({"name": f"{name}.bias{end}", "leaf": f"{leaf}/bias", **cut})
-    for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)) if c.qk_norm else ():
+    for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)) if c.qk_norm not in (None, "unscaled") else ():
         rows += _head_norm(c, names[f"{part}_norm"], f"stack/attention/{part}_norm", heads)
     rows += [{"name": names["sinks"], "leaf": "stack/attention/sinks", "reshape": [c.num_heads]}] if c.sinks else []
     return [*rows, _matrix(*out), *_bias(*out, c.out_bias)]

@@ -90,6 +90,15 @@ FAMILIES = {
                    "router_aux_loss_coef": 0.0, "rope_parameters": {**YARN, "truncate": False},
                    "max_position_embeddings": 64, "swiglu_limit": 1.0},
     ),
+    "llama4": (
+        "Llama4", {**WIDE, "num_local_experts": 4, "router_aux_loss_coef": 0.0, "attention_chunk_size": 5,
+                   "no_rope_layers": [1, 0, 1, 1], "floor_scale": 3, "attn_scale": 0.5,
+                   "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+    ),
+    "llama4-mixed": (
+        "Llama4", {"num_local_experts": 4, "router_aux_loss_coef": 0.0, "head_dim": 8, "attention_chunk_size": 5,
+                   "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40, "use_qk_norm": False, "floor_scale": 3},
+    ),
     "gemma": ("Gemma", WIDE),
     "gemma2": (
         "Gemma2",
@@ -179,7 +188,7 @@ OTHERS = {
 CASES = OTHERS | {
     name: Case(
         Decoder, f"{family}ForCausalLM",
-        f"{family}TextConfig" if family == "Gemma3" else f"{family}Config", DECODER | more, TEXT,
+        f"{family}TextConfig" if family in ("Gemma3", "Llama4") else f"{family}Config", DECODER | more, TEXT,
     )
     for name, (family, more) in FAMILIES.items()
 }  # fmt: skip
@@ -274,8 +283,16 @@ class Pair:
         # GPT-2 has 16 positions
         width, new, begins = (8, 8, [[0], [5], [2], [6]]) if self.name == "gpt2" else (13, 12, [[0], [4], [9], [12]])
         rows, mask = TOKENS[:2].reshape(4, 13)[:, :width], (np.arange(width) >= begins).astype(np.int32)
-        options = {"attention_mask": torch.tensor(mask), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        expected = self.theirs.generate(torch.tensor(rows), **options).numpy()
+        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        if self.name in COUNTS_PADDING:
+            expected = rows.repeat(2, axis=1)[:, : width + new]
+            for b, [begin] in enumerate(begins):
+                alone = torch.tensor(rows[b : b + 1, begin:])
+                made = self.theirs.generate(alone, attention_mask=torch.ones_like(alone), **options)
+                expected[b, begin:] = made[0]
+                expected[b, :begin] = rows[b, :begin]
+        else:
+            expected = self.theirs.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **options).numpy()
         assert len(set(expected[:, width:].ravel().tolist())) > 3
         state = self.step.init(jax.random.key(0), self.params)
         found = self.step.generate(state, rows, new, attention_mask=mask, numpy=True)
@@ -298,6 +315,7 @@ CHECKS = ("logits", "gradients", "export", "generate", "packed")
 
 
 BY_LENGTH = ("dynamic", "longrope")  # which transformers scales by a document's length, and jzero by the row's
+COUNTS_PADDING = ("llama4", "llama4-mixed")  # in its temperature, and jzero does not
 WITHOUT = {"generate": ("bert", "vit", *BY_LENGTH), "packed": ("vit", *BY_LENGTH)}
 
 

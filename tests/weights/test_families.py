@@ -23,7 +23,7 @@ from hugging_face import (
     torch_model,
     transformers,
 )
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import weights
@@ -44,6 +44,8 @@ DEFAULT = [
     "gpt_neox",
     "phi3",
     "qwen2_moe",
+    "gpt_oss",
+    "llama4",
 ]
 CELLS = [(name, check) for name in CASES for check in checks_of(name)]
 
@@ -100,6 +102,23 @@ def test_the_text_decoder_of_a_model_with_images(tmp_path):
         weights.load(theirs, step)
 
 
+def test_the_text_decoder_of_a_llama_4_with_images(tmp_path):
+    """The names of its downloads, and a text_config without what transformers 5 adds."""
+    theirs = pair("llama4")
+    tensors = load_file(theirs.directory / "model.safetensors")
+    tensors = {f"language_model.{name}": x for name, x in tensors.items()} | {"vision_model.x": np.ones(2, "f4")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((theirs.directory / "config.json").read_text())
+    added = ("layer_types", "moe_layers", "attn_temperature_tuning")
+    text = {key: x for key, x in text.items() if key not in added} | {"interleave_moe_layer_step": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+    config = config_from_hf(tmp_path)
+    assert (config, config.temperature, config.window) == (theirs.config, (0.5, 3), 5)
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, theirs.step), theirs.params)
+    with pytest.raises(jzero.ConfigError, match=r"num_experts_per_tok = 2: models/moe\.py has only 1"):
+        config_from_hf({**text, "num_experts_per_tok": 2})
+
+
 # ------------------------------------------------------------------------------------------- layouts, padding
 
 HALVES = {"gradient_accumulation_steps": 2}
@@ -111,7 +130,14 @@ LAYOUTS = {
 }
 
 
-SHOWN = [("gpt2", "zero3"), ("cohere2", "tensor"), ("gpt_neox", "pipe"), ("olmo2", "tensor")]
+SHOWN = [
+    ("gpt2", "zero3"),
+    ("cohere2", "tensor"),
+    ("gpt_oss", "tensor"),
+    ("llama4", "pipe"),
+    ("gpt_neox", "pipe"),
+    ("olmo2", "tensor"),
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), keep(product(CASES, ["zero3", "pipe", "tensor"]), SHOWN))
