@@ -25,7 +25,8 @@ from jzero.step.state import RUN_KEY, check_key
 from jzero.step.train_step import TrainStep
 from jzero.stored_names import stored_names
 from jzero.tree import named
-from jzero.weights.load import file_names, misfits, names_in_files, read_leaf
+from jzero.weights.leaf_reader import read_leaf
+from jzero.weights.load import file_names, misfits, names_in_files
 from jzero.weights.name_map import Tensor, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 

@@ -7,29 +7,28 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 
 from jzero.display.slow_work import slow_work
-from jzero.distributed.host_collectives import gather_texts, run_on_all
+from jzero.distributed.host_collectives import run_on_all
 from jzero.errors import ConfigError, no_such_directory, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, trained
+from jzero.weights.leaf_reader import FileChecksums, read_leaf
 from jzero.weights.mxfp4 import unpacked
 from jzero.weights.name_map import (
     ShapeDtype,
     Table,
     Tensor,
     adapter_leaves,
-    assign,
     by_tensor,
     dotted,
     leaves_of,
@@ -51,8 +50,8 @@ def load(
     """Load the parameters of a model from safetensors files, with the sharding and dtype of the step's master weights.
 
     The tensors have the names of the model's `weights_layout`, as `transformers` writes them, or the names of the
-    leaves, as `jzero export` writes them for a model without one. Host memory: one leaf's local part at a time, besides
-    the result.
+    leaves, as `jzero export` writes them for a model without one. Host memory besides the result: two pieces of 128 MiB
+    and a window of 32 MiB of a file; of parameters in host memory, one leaf's local part.
 
     Files may lack the adapters that `weights_layout` declares, and the parameters that `missing` names. Files of `peft`
     contain adapters alone.
@@ -94,7 +93,7 @@ def load(
                 'before its adapters; if these are not merged, keep the adapters with missing=["lora_"]'
             )
 
-    check = _FileChecksums(part for parts in of_leaf.values() for part in parts)
+    check = FileChecksums(part for parts in of_leaf.values() for part in parts)
 
     def read(path: tuple, shape: jax.ShapeDtypeStruct, sharding: Sharding, kept: Any = None) -> Any:
         parts = of_leaf.get(names[path_name(path)])
@@ -166,102 +165,6 @@ def matched(names: Sequence[str], patterns: Sequence[str], key: str = "missing")
             raise ConfigError(f"{key}: {pattern!r} matches no parameter; the names are {some_of(names)}")
         found += hits
     return found
-
-
-class _FileChecksums:
-    """Compares what all processes have read with the checksums of the files.
-
-    A tensor's checksum is a sum over its elements. A process adds its parts, so the parts of all make the sum, if each
-    counts once; the same part on several processes, which may read copies of the file, must add the same.
-
-    Args:
-      wanted: all tensors to be read.
-    """
-
-    def __init__(self, wanted: Iterable[tuple[File, Tensor]]):
-        self._once, self._copies = Counter[str](), Counter[str]()
-        for file, tensor in wanted:
-            if (checksum := file.entries[tensor.name].checksum) is not None:
-                self._once[file.path.name] -= checksum * self._factor(file, tensor) * (not jax.process_index())
-
-    @staticmethod
-    def _factor(file: File, tensor: Tensor) -> int:
-        """Return an odd number of the tensor's own, since two tensors that change places must change the file's sum."""
-        entry = file.entries[tensor.name]
-        return (entry.whole[1] if entry.whole else entry.start) | 1
-
-    def add(self, parts: Iterable[tuple[File, Tensor]], readers: set[int]) -> None:
-        """Count what was read for one slice of a leaf.
-
-        Args:
-          readers: the processes that read the same slice.
-        """
-        first = jax.process_index() == min(readers)
-        for file, tensor in parts:
-            if (entry := file.entries[tensor.name]).checksum is None:
-                continue
-            part = file.sums.pop(entry.whole[0] if entry.whole else tensor.name, 0) * self._factor(file, tensor)
-            self._once[file.path.name] += part * first
-            self._copies[file.path.name] += part * (1 - len(readers) * first)
-
-    def finish(self, directory: str | os.PathLike) -> None:
-        """Compare the sums of all processes.
-
-        Raises:
-          ConfigError: names the damaged files, on all processes.
-        """
-        mine = {name: [x % 2**64, self._copies[name] % 2**64] for name, x in self._once.items()}
-        found = [json.loads(text) for text in gather_texts("checksums of the weights", json.dumps(mine))]
-        with_checksums = set.intersection(*map(set, found))  # of copies, one may be without
-        damaged = [
-            name for name in sorted(with_checksums)
-            if any(sum(sums) % 2**64 for sums in zip(*(one[name] for one in found), strict=True))
-        ]  # fmt: skip
-        if damaged:
-            raise ConfigError(
-                f"{os.fspath(directory)}: damaged: values in {some_of(damaged)} do not match their checksums; copy or "
-                "export the weights again"
-            )
-
-
-def read_leaf(
-    parts: list[tuple[File, Tensor]],
-    leaf: jax.ShapeDtypeStruct,
-    sharding: Sharding,
-    check: _FileChecksums | None = None,
-) -> jax.Array:
-    """Read this process's slices of a leaf; those that several devices hold are read only once.
-
-    Args:
-      parts: the tensors that the leaf consists of, each with its file.
-      check: counts what was read.
-    """
-    known: dict[str, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        if str(index) not in known:
-            known[str(index)] = _read(parts, index, leaf)
-            if check:
-                everywhere: Any = sharding.devices_indices_map(leaf.shape)
-                check.add(parts, {device.process_index for device, other in everywhere.items() if other == index})
-        return known[str(index)]
-
-    array = jax.make_array_from_callback(leaf.shape, sharding, part)
-    return array.block_until_ready()  # frees the host copies before the next leaf is read
-
-
-def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Read a slice of a leaf, in the leaf's dtype."""
-    box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))
-    values = np.zeros([s.stop - s.start for s in box], leaf.dtype)  # padding stays zero
-    for file, tensor in parts:
-        if (both := tensor.overlap(box)) is None:
-            continue
-        own, inner = both
-        target = tensor.oriented(values[inner])
-        for part, view in file.windows(tensor.name, own):
-            assign(target[part], view)
-    return values
 
 
 def _find(
