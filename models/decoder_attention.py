@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         if x.x_BSD.shape[1] > 1:
             return self.attend_causally(q_BSHC, k_BSKC, v_BSKC, x.segments_BS, x.layer), cache
         mask_B11T, is_global = x.visible_B11T(T, None if c.chunked else c.window), flag(c.global_layers, x.layer)
-        if c.chunked:
+        if c.chunked and c.window:
             mask_B11T = mask_B11T & x.same_chunk_B11T(T, c.window)
         if is_global is not None:
             mask_B11T = jnp.where(is_global, x.visible_B11T(T), mask_B11T)
@@ -108,7 +108,8 @@ class Attention(nnx.Module):
         mask_B1SS, is_global = same_segment(segments_BS), flag(c.global_layers, layer)
         if is_global is None and not c.chunked:
             return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True, window=c.window)
-        if c.chunked:
+        near_B1SS: Any
+        if c.chunked and c.window:
             near_B1SS = same_segment(positions(segments_BS, S) // c.window)
         else:
             near_B1SS = visible_ST(S, S, c.window)[None, None]

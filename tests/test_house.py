@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49556,
-    "files": 270,
-    "statements": 29072,
+    "lines": 49622,
+    "files": 271,
+    "statements": 29121,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,

@@ -17,6 +17,7 @@ from hugging_face import (
     V,
     step_from,
     step_of,
+    torch,
     torch_model,
     transformers,
 )
@@ -73,6 +74,21 @@ def test_names_of_the_first_downloads(name, tmp_path):
     assert found.keys() != load_file(file).keys()
     save_file(found | {EXTRA[name]: np.ones(2, np.float32)}, file)
     jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, step), new)
+
+
+def test_falcon_3():
+    """The files of Falcon 3 are Llama's: the config.json of the 7B."""
+    falcon = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 23040, "rope_theta": 1000042,
+        "max_position_embeddings": 32768, "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 131072,
+    }  # fmt: skip
+    config = config_from_hf(falcon)
+    assert (config.head_dim, config.rope_theta, config.tied, config.window) == (256, 1000042, False, None)
+    with torch.device("meta"):
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**falcon))
+    assert config.num_parameters == made.num_parameters()
 
 
 def test_the_labels_of_other_classes_do_not_go_back():
@@ -145,6 +161,11 @@ CONFIGS = {
         lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         "has no original_max_position_embeddings for yarn",
     ),
+    "qwen2_vl": (
+        lambda: config_from_hf({"model_type": "qwen2_vl"}),
+        "jzero's models lack an encoder of images, and rot",
+    ),
+    "t5": (lambda: config_from_hf({"model_type": "t5"}), "jzero's models lack an encoder beside the decoder, and rel"),
     "whisper": (lambda: config_from_hf({"model_type": "whisper"}), "jzero's models lack an encoder of audio"),
     "adapters": (
         lambda: decoder(
