@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49622,
+    "lines": 49626,
     "files": 271,
-    "statements": 29121,
+    "statements": 29123,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,

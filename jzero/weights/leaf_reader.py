@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def read_leaf(
         shards |= zip(devices, _read_shards(parts, box, leaf.dtype, targets), strict=True)
         if check:
             index = local[devices[0]]
-            everywhere = sharding.devices_indices_map(leaf.shape)
+            everywhere: Any = sharding.devices_indices_map(leaf.shape)
             check.add(parts, {device.process_index for device, other in everywhere.items() if other == index})
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [shards[device] for device in local])
 
@@ -57,9 +58,8 @@ def _read_shards(
 ) -> list[jax.Array]:
     """Read a box of a leaf onto each of these devices."""
     shape = tuple(s.stop - s.start for s in box)
-    device = next(iter(targets[0].device_set))
     # An update in pinned host memory would need a program of the host; and there the result itself is in that memory.
-    elsewhere = targets[0].memory_kind not in (None, device.default_memory().kind)
+    elsewhere = targets[0].memory_kind not in (None, jax.local_devices()[0].default_memory().kind)
     if prod(shape) * dtype.itemsize <= PIECE or elsewhere:
         values = _read(parts, box, dtype)
         return jax.block_until_ready([jax.device_put(values, target) for target in targets])
