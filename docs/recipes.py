@@ -1,7 +1,7 @@
 """Plans jzero/recipes/recipes.json again, and writes the table of docs/recipes.md from it: `python docs/recipes.py`.
 
 With `--plan NAME ...` these recipes are compiled first, for GPUs that need not be there. With `--search NAME ...` a
-search over their micro-batch and recomputation takes what is more than 5 % faster, 2 to 6 minutes each.
+search over their micro-batch and recomputation takes what is more than 5 % faster, one to six minutes each.
 """
 
 from __future__ import annotations

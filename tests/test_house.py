@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49622,
+    "lines": 49624,
     "files": 271,
     "statements": 29121,
     "Any": 1172,
