@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -31,15 +30,13 @@ PATH = Path(__file__).parent.parent / "jzero/recipes" / FILE
 FASTER = 1.05  # what a search finds replaces a recipe from here on
 
 
-@dataclass(frozen=True)
 class RecipeTask(Task):
-    """The task of a search for the model of a recipe, with its adapters."""
-
-    recipe: Recipe
+    """The task of a search whose `model` is the name of a recipe: its model, with its adapters."""
 
     @property
     def named(self) -> tuple[Model, Shapes]:
-        return self.recipe.make_model(), tokens(self.recipe.sequence)
+        (recipe,) = (one for one in load_recipes() if one.name == self.model)
+        return recipe.make_model(), tokens(recipe.sequence)
 
 
 def generated() -> Iterator[str]:
@@ -72,7 +69,7 @@ def searched(recipe: Recipe) -> Recipe:
     kept = {key: value for key, value in recipe.config.items() if key not in (MICRO, "activation_checkpointing")}
     cluster = Cluster(recipe.gpu, recipe.nodes, recipe.gpus_per_node)
     raw = merged(kept, {UNROLL: False, "mesh.pipe": 1})
-    task = RecipeTask(raw, recipe.model, recipe.sequence, (), cluster, Rates.of(recipe.gpu), recipe)
+    task = RecipeTask(raw, recipe.name, recipe.sequence, (), cluster, Rates.of(recipe.gpu))
     best = search_configs(task, minutes=30).best.candidate
     changed = recipe._replace(config=merged(recipe.config, {key: best[key] for key in (MICRO, POLICY)}))
     other = None if changed == recipe else planned(changed)
