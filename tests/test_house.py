@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49624,
+    "lines": 49628,
     "files": 271,
-    "statements": 29121,
+    "statements": 29122,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,
