@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49626,
+    "lines": 49628,
     "files": 271,
-    "statements": 29123,
-    "Any": 1172,
+    "statements": 29122,
+    "Any": 1170,
     "rooms": 40,
     "floors": 16,
     "arrows": 260,

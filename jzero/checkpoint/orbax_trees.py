@@ -74,7 +74,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(leaves), sep="/")
 
 
-def read_arrays(path: Path, saved: PyTree, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+def read_arrays(path: Path, saved: PyTree, wanted: Mapping) -> dict[str, jax.Array]:
     """Read the leaves of these names, each device its own part.
 
     Args:

@@ -214,7 +214,7 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
     }
 
 
-def warmup_cosine(rate: float, steps: int) -> dict[str, Any]:
+def warmup_cosine(rate: float, steps: int) -> dict[str, object]:
     """Return the section of a linear warm-up and a cosine, whose every step has a rate above 0.
 
     DeepSpeed's `WarmupCosineLR` takes its first two steps at rate 0, which a short run notices.

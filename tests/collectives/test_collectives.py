@@ -34,6 +34,7 @@ from helpers.sampling import keep
 
 import jzero
 from models.llama import Llama, LlamaConfig
+from models.lora import LoRAConfig
 from models.mlp import MLP, cross_entropy
 
 pytestmark = needs_gpu_programs
@@ -207,3 +208,25 @@ def test_combining_moves_the_same_bytes_in_fewer_operations():
         ours, theirs = (program.select(kind=kind) for program in (separate, combined))
         assert (ours.bytes, ours.operands) == (theirs.bytes, theirs.operands)
         assert theirs.launches < ours.launches
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_frozen_weights_are_gathered_layer_by_layer_too(policy):
+    """They have no gradient, so nothing but the loop over the layers keeps XLA from gathering the whole stack."""
+    lora = LoRAConfig(r=4, target_modules="all-linear")
+    model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, lora=lora), rngs=rngs))
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"policy": policy},
+        "stack": {"unroll": False},
+        "bf16": {"enabled": True},
+        "trainable_parameters": ["lora_"],
+    }
+    found = collectives_of(*traced(model, h100s(zero=8), pairs(MICRO * 16, SEQUENCE), SEPARATE, **config))
+    gathers = [one for one in found if one.kind == "all-gather"]
+    largest = 2 * LLAMA.d_model * LLAMA.d_ff * 2  # bytes of one layer's gate and up projections in bf16
+    assert max(one.bytes for one in gathers) == largest
+    assert sum(one.times for one in gathers if one.bytes == largest) == 2 * 2 * LAYERS  # micro-batches, both passes

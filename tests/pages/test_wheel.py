@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-PYTHONS = ("python3.11", "python3.12")
+PYTHONS = ("python3.11", "python3.12", "python3.13")
 
 
 def run(*command, **options):
@@ -43,14 +43,24 @@ def wheel(tmp_path_factory):
     return found
 
 
+def runs(python):
+    return shutil.which(python) and not subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode
+
+
+def interpreter(name):
+    """The Python of this name, on the path or one of pyenv's; None: there is none."""
+    own = sorted(Path.home().glob(f".pyenv/versions/{name.removeprefix('python')}.*/bin/{name}"))
+    return next(filter(runs, [name, *map(str, own)]), None)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
     """No clone, no extra: `jzero demo` trains, help and the table of recipes are there."""
-    if shutil.which(python) is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
+    if (found := interpreter(python)) is None:
         pytest.skip(f"no {python}")
-    run(python, "-m", "venv", tmp_path / "venv")
+    run(found, "-m", "venv", tmp_path / "venv")
     pip = tmp_path / "venv/bin/pip"
     run(pip, "install", "-q", "-c", ROOT / "constraints.txt", wheel)
     run(pip, "check")

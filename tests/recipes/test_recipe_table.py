@@ -1,6 +1,8 @@
 """The recipes: their configs are valid, the planner says that each fits."""
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 from helpers.cuda import needs_cuda_compiler
@@ -10,6 +12,7 @@ from jzero import cli
 from jzero.planner.named_models import tokens
 from jzero.recipes.recipe_table import load_recipes
 
+ROOT = Path(__file__).parents[2]
 RECIPES = load_recipes()
 
 
@@ -50,6 +53,24 @@ def test_each_fits_and_its_figures_are_those_of_the_planner(recipe, no_compilati
     assert made.memory.peak_bytes / 2**30 == pytest.approx(recipe.plan["peak_gib"], rel=0.03)
     speed = recipe.config["train_batch_size"] * recipe.sequence / made.time.step_s / recipe.gpus
     assert speed == pytest.approx(recipe.plan["tokens_per_s_gpu"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.parametrize("recipe", named(recipe for recipe in RECIPES if recipe.searched))
+def test_a_search_finds_none_more_than_5_percent_faster(recipe, monkeypatch):
+    """Of micro-batch and recomputation. A commit runs a part of the recipes, `--matrix-part`."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    assert importlib.import_module("recipes").searched(recipe).config == recipe.config
+
+
+def test_the_table_has_every_size_and_every_number_of_gpus():
+    assert {recipe.gpus for recipe in RECIPES} == {1, 2, 8, 16, 64}
+    tuned = {recipe.model for recipe in RECIPES if recipe.method != "pretrain"}
+    pretrained = {recipe.model for recipe in RECIPES if recipe.method == "pretrain"}
+    assert len(tuned | pretrained) == len(tuned & pretrained) == 5
 
 
 def test_the_command_lists_them_and_prints_a_config(capsys):
