@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49556,
+    "lines": 49656,
     "files": 270,
-    "statements": 29072,
+    "statements": 29151,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,
