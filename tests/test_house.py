@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49656,
+    "lines": 49658,
     "files": 270,
-    "statements": 29151,
+    "statements": 29153,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,
