@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49658,
+    "lines": 49662,
     "files": 270,
-    "statements": 29153,
+    "statements": 29157,
     "Any": 1172,
     "rooms": 40,
     "floors": 16,

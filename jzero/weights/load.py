@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -35,7 +36,7 @@ from jzero.weights.name_map import (
     leaves_of,
     tensors,
 )
-from jzero.weights.safetensors import File
+from jzero.weights.safetensors import WINDOW, File
 
 if TYPE_CHECKING:
     from jzero.step.train_step import TrainStep
@@ -246,8 +247,11 @@ def read_leaf(
                 check.add(parts, {device.process_index for device, other in everywhere.items() if other == index})
         return known[str(index)]
 
-    array = jax.make_array_from_callback(leaf.shape, sharding, part)
-    return array.block_until_ready()  # frees the host copies before the next leaf is read
+    array = jax.make_array_from_callback(leaf.shape, sharding, part).block_until_ready()
+    if any(part.nbytes >= WINDOW for part in known.values()):
+        known.clear()
+        gc.collect()  # JAX keeps the host's copies until Python collects garbage: 18 GB of a 7B model's state
+    return array
 
 
 def _read(parts: list[tuple[File, Tensor]], index: tuple[slice, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
