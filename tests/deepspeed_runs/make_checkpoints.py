@@ -18,8 +18,6 @@ STEPS, ROWS = 20, 8
 ADAM = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.05}}
-MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "adam_lr": 0.01}}
-LION = {"type": "Lion", "params": {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 WEIGHTS = {"bin": (), "shards": ("--max_shard_size", "0.2KB"), "safe": ("--safe_serialization",)}  # of zero_to_fp32.py
 LLAMA = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -43,10 +41,6 @@ CASES = {
     "mlp-2-adagrad": ("mlp", 2, "fp32", 2, ADAGRAD, False),
     "mlp-0-groups": ("mlp", 0, "fp32", 2, ADAM, False),  # biases, in a group of their own, do not decay
     "mlp-0-bf16-groups": ("mlp", 0, "bf16", 2, ADAM, False),
-    "mlp-0-muon": ("mlp", 0, "fp32", 2, MUON, False),
-    "mlp-2-muon": ("mlp", 2, "fp32", 2, MUON, False),
-    "mlp-3-muon": ("mlp", 3, "fp32", 2, MUON, False),
-    "mlp-2-lion": ("mlp", 2, "fp32", 2, LION, False),
     "pipe-1-fp32": ("pipe", 1, "fp32", 4, ADAM, True),
     "llama-2-fp32": ("llama", 2, "fp32", 2, ADAM, True),
     "llama-3-fp32": ("llama", 3, "fp32", 4, ADAM, False),
@@ -62,7 +56,7 @@ def ds_config(stage, precision, optimizer, processes):
             "type": "WarmupLR",
             "params": {"warmup_num_steps": 30, "warmup_max_lr": optimizer["params"]["lr"]},
         },
-        "zero_optimization": {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if optimizer is LION else {}),
+        "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     if precision == "bf16":
