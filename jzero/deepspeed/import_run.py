@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from jzero.checkpoint.directory import checkpoint_path, read_latest
 from jzero.checkpoint.reader import Checkpoint
 from jzero.deepspeed.torch_files import Pickled, TorchTensor
-from jzero.deepspeed.zero_shards import COUNTERS, MASTER, DeepSpeedState, is_deepspeed, read_deepspeed
+from jzero.deepspeed.zero_shards import COUNTERS, MASTER, DeepSpeedState, is_deepspeed, read_deepspeed, weight_files
 from jzero.errors import ConfigError, in_a_line, some_of
 from jzero.model import weights_layout
 from jzero.step.state import RUN_KEY, check_key
@@ -36,6 +36,7 @@ MOMENTS = {
     "mu": ("exp_avg",), "nu": ("exp_avg_sq",), "trace": ("momentum_buffer",), "sum_of_squares": ("sum", "exp_avg_sq")
 }  # fmt: skip
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+WEIGHTS_ALONE = "has weights alone: optimizer, learning rate, loss scale and counters begin as in a new run"
 WEIGHT = re.compile(r"(^|\.)(kernel|scale|embedding)$")
 # What DeepSpeed writes into model states; the rest is the caller's client_state.
 OWN = {
@@ -47,14 +48,19 @@ OWN = {
 
 
 def find_deepspeed(directory: str | os.PathLike | None, tag: str | float | None = None) -> Path | None:
-    """Find the DeepSpeed checkpoint of a tag, else the one that the directory is or names; None if there is none."""
+    """Find the DeepSpeed checkpoint of a tag, else the one that the directory is or names; None if there is none.
+
+    A directory without `latest` may have weights alone, and `directory` may be a file of them.
+    """
     path = checkpoint_path(directory, "any" if tag is None else tag)
     if tag is None:
         root = path.parent
         if is_deepspeed(root):
             return root
         found = read_latest(root)[0] or read_latest(root, "latest_universal")[0]
-        path = root / (found or "")
+        if found is None:
+            return root if weight_files(root) else None
+        path = root / found
     return path if is_deepspeed(path) else None
 
 
@@ -74,7 +80,7 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, step: TrainStep, rng: jax.Array, rename: Rename | None = None):
         stored = read_deepspeed(path)
-        self.path, self.without = path, {}
+        self.path, self.without, self.weights_alone = path, {}, stored.weights_alone
         key = jax.random.fold_in(check_key(rng), RUN_KEY)
         self.keys = {"rng": str(jax.random.key_impl(key))}
         shapes = named(step.state_shapes)

@@ -204,6 +204,8 @@ def _fill(target: dict, items: list) -> dict:
     for key, value in zip(items[::2], items[1::2], strict=True):
         if not isinstance(key, str | int | float | None):  # the hash of nested tuples recurses without end
             raise ValueError(f"it has a key of type {type(key).__name__}")
+        if isinstance(key, int) and abs(key) >= 2**63:  # multiples of 2**61 - 1 have one hash: quadratic time
+            raise ValueError("it has a key of more than 64 bits")
         target[key] = value
     return target
 

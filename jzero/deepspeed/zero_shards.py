@@ -3,7 +3,8 @@
 A directory has model states (one file; with ZeRO-3 one for each rank, in a pipeline one for each stage) and, with ZeRO,
 optimizer states of every rank. Stages 1 and 2 cut each parameter group, as one flat vector, into a part for each rank.
 Stage 3 cuts every parameter, and a rank's flat vectors contain its parts one after the other. Without ZeRO the model
-states contain the optimizer's. A universal checkpoint has a directory for each parameter.
+states contain the optimizer's. A universal checkpoint has a directory for each parameter. Weights alone are what
+zero_to_fp32.py and save_16bit_model write.
 Source: deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py,
 runtime/fp16/fused_optimizer.py and checkpoint/ds_to_universal.py of DeepSpeed 0.19.8.
 """
@@ -20,10 +21,12 @@ from pathlib import Path
 from jzero.deepspeed.pieces import TensorPieces, cut_pieces
 from jzero.deepspeed.torch_files import Pickled, Record, TorchTensor, load_torch
 from jzero.errors import ConfigError, in_a_line, some_of
+from jzero.weights.safetensors import File
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+WEIGHTS = re.compile(r"(?:pytorch_)?model(?:-\d+-of-(\d+))?\.(?:bin|safetensors)")
 UNIVERSAL = "zero"  # its directory
 MASTER = "fp32"  # universal checkpoints' name for the master weights
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -40,6 +43,7 @@ class DeepSpeedState:
       buffers: names of tensors that are no parameters.
       steps: updates that the optimizer has counted; None if it counts none.
       scaler: the fields of the loss scaler; {} without one.
+      weights_alone: whether it has neither an optimizer's state nor counters.
     """
 
     path: Path
@@ -48,6 +52,7 @@ class DeepSpeedState:
     buffers: set[str] = field(default_factory=set)
     steps: int | None = None
     scaler: dict[str, Pickled] = field(default_factory=dict)
+    weights_alone: bool = False
 
     def add(self, kind: str, name: str, shape: Sequence[int], pieces: list[TorchTensor]) -> None:
         """Add a tensor; a weight that stages of a pipeline tie is the first's."""
@@ -79,12 +84,21 @@ def is_deepspeed(path: Path) -> bool:
     return any(path.glob("*mp_rank_*_model_states.pt"))
 
 
+def weight_files(path: Path) -> list[Path]:
+    """List the files of a directory that has weights alone, or the one that the path names; [] if there are none."""
+    some = [path] if path.is_file() else sorted(path.glob("*model*"), key=lambda file: file.suffix, reverse=True)
+    found = [file for file in some if WEIGHTS.fullmatch(file.name)]
+    return [file for file in found if file.suffix == found[0].suffix]  # of both formats safetensors, as transformers
+
+
 def read_deepspeed(path: Path) -> DeepSpeedState:
     """Read a checkpoint's files, and where its tensors are.
 
     Raises:
       ConfigError: a file is damaged or missing, or the checkpoint is of a kind that jzero does not read.
     """
+    if files := [] if is_deepspeed(path) else weight_files(path):
+        return _read_weights(path, files)
     names = sorted(file.name for file in path.iterdir())
     if experts := [name for name in names if "expert" in name or name.startswith("expp_")]:
         raise ConfigError(
@@ -151,6 +165,25 @@ def _lost(found: Mapping[int, object]) -> str:
     return some_of(first) + (f" and {count - 4} more" if count > 4 else "")
 
 
+def _read_weights(path: Path, files: list[Path]) -> DeepSpeedState:
+    """Read files of weights; a run that starts from them begins at step 0."""
+    counts = {int(found[1] or 1) for file in files if (found := WEIGHTS.fullmatch(file.name))}
+    if counts != {len(files)}:
+        raise ConfigError(f"{path} has {len(files)} files of weights, and their names say {some_of(counts)}")
+    state = DeepSpeedState(path, {"module": {}} | dict.fromkeys(COUNTERS, 0), weights_alone=True)
+    module: dict[str, TorchTensor] = {}
+    for file in files:
+        if file.suffix == ".bin":
+            module |= load_torch(file)
+        else:
+            some = File.open(file).entries.items()
+            module |= {name: TorchTensor(file, x.dtype, x.shape, x.start) for name, x in some}
+    if not module or not all(isinstance(x, TorchTensor) for x in module.values()):
+        raise ConfigError(f"{path} is no file of weights by name")
+    _add_module(state, module)
+    return state
+
+
 # ---- ZeRO ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,20 +240,24 @@ def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: l
 def _add_stage3(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: list[dict[str, Pickled]]) -> None:
     """Add tensors of stage 3: a rank has its part of each parameter, with padding, one after the other."""
     inner = [rank["optimizer_state_dict"] for rank in ranks]
-    groups = range(len(ranks[0]["fp32_flat_groups"]))
-    states = [[one["state"].get(i, {}) for i in groups] for one in inner]
+    every = range(len(ranks[0]["fp32_flat_groups"]))
+    states = [[one["state"].get(i, {}) for i in every] for one in inner]
     state.take_steps(states[0], inner[0]["param_groups"])
-    flat = {MASTER: [rank["fp32_flat_groups"] for rank in ranks]}
-    flat |= {kind: [[one[kind] for one in rank] for rank in states] for kind in _kinds(states[0][0])}
-    for kind, parts in flat.items():
-        start = 0
-        for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-            each = -(-prod(shape) // len(ranks))
-            pieces = []
-            for rank, own in enumerate(parts):
-                pieces += cut_pieces(own, start, max(0, min(each, prod(shape) - rank * each)))
-            state.add(kind, name, shape, pieces)
-            start += each
+    groups: list[Sequence[int]] = [[i] for i in every]
+    if len(shapes) != len(every):  # the groups in one row
+        shapes, groups = [{name: shape for group in shapes for name, shape in group.items()}], [every]
+    for group, own in zip(shapes, groups, strict=True):
+        flat = {MASTER: [[rank["fp32_flat_groups"][i] for i in own] for rank in ranks]}
+        flat |= {kind: [[rank[i][kind] for i in own] for rank in states] for kind in _kinds(states[0][own[0]])}
+        for kind, parts in flat.items():
+            start = 0
+            for name, shape in group.items():
+                each = -(-prod(shape) // len(ranks))
+                pieces = []
+                for rank, part in enumerate(parts):
+                    pieces += cut_pieces(part, start, max(0, min(each, prod(shape) - rank * each)))
+                state.add(kind, name, shape, pieces)
+                start += each
 
 
 def _add_others(state: DeepSpeedState, model: dict[str, Pickled], files: list[Path]) -> None:
@@ -243,16 +280,23 @@ def _read_without_zero(state: DeepSpeedState, files: list[Path], names: list[str
     models = [load_torch(file) for file in files]
     module = models[0]["module"] or _layers(state.path, names)
     state.buffers = {name for model in models for name in model.get("buffer_names") or ()}
-    distinct = {(x.path, x.start): name for name, x in reversed(module.items())}  # the first name of a tied weight
-    parameters = iter(
-        [name for name, x in module.items() if distinct[x.path, x.start] == name and name not in state.buffers]
-    )
+    parameters = iter(_parameters(module, state.buffers))
     for optimizer in (model["optimizer"] for model in models if model["optimizer"]):
         state.take_scaler(optimizer)
         _add_optimizer(state, optimizer, parameters, module)
-    for name, tensor in module.items():
-        if name in state.buffers or distinct[tensor.path, tensor.start] == name:
-            state.add(MASTER, name, tensor.shape, [tensor])
+    _add_module(state, module)
+
+
+def _parameters(module: dict[str, TorchTensor], buffers: set[str]) -> list[str]:
+    """List the weights of a module in its order, a tied one by its first name."""
+    first = {(x.path, x.start): name for name, x in reversed(module.items())}
+    return [name for name, x in module.items() if first[x.path, x.start] == name and name not in buffers]
+
+
+def _add_module(state: DeepSpeedState, module: dict[str, TorchTensor]) -> None:
+    """Add the weights that have no masters, and the buffers."""
+    for name in [*_parameters(module, state.buffers), *(module.keys() & state.buffers)]:
+        state.add(MASTER, name, module[name].shape, [module[name]])
 
 
 def _add_optimizer(
@@ -260,26 +304,66 @@ def _add_optimizer(
 ) -> None:
     """Add the tensors of an optimizer, whose parameters have numbers in the order of the module's."""
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    if len(inner["param_groups"]) != 1:
-        raise ConfigError(
-            f"{state.path} is without ZeRO and has {len(inner['param_groups'])} parameter groups, so its files do not "
-            "say which parameter a moment belongs to: save it once with ZeRO stage 1"
-        )
-    states = [inner["state"][i] for i in sorted(inner["state"])]
-    state.take_steps(states, inner["param_groups"])
-    flat = optimizer.get("fp32_groups_flat")  # fp16: all of a group is one parameter
-    masters = (optimizer.get("fp32_groups") or [[]])[0]
-    start, count = 0, len(inner["param_groups"][0]["params"])
-    for i in range(count):
-        for name in names if flat else [next(names)]:
-            shape = module[name].shape
-            where = {kind: states[i][kind] for kind in _kinds(states[i])} if i < len(states) else {}
-            where |= {MASTER: flat[i]} if flat else {MASTER: masters[i]} if masters else {}
+    groups, states = [group["params"] for group in inner["param_groups"]], inner["state"]
+    state.take_steps(states.values(), inner["param_groups"])
+    if flat := optimizer.get("fp32_groups_flat"):  # fp16: all of a group is one parameter
+        _check_clear(state.path, len(groups) == 1)
+        start = 0
+        for name in names:
+            where = {kind: states[0][kind] for kind in _kinds(states.get(0, {}))} | {MASTER: flat[0]}
             for kind, tensor in where.items():
-                if not flat and tensor.shape != shape:
-                    raise ValueError(f"{kind} {tensor.shape} of the optimizer's parameter {i} is not {name} {shape}")
-                state.add(kind, name, shape, cut_pieces([tensor], start if flat else 0, prod(shape)))
-            start += prod(shape)
+                state.add(kind, name, module[name].shape, cut_pieces([tensor], start, prod(module[name].shape)))
+            start += prod(module[name].shape)
+        return
+    masters = [master for group in optimizer.get("fp32_groups") or () for master in group]
+    numbers = [number for group in groups for number in group]
+    found = {i: {kind: states[i][kind] for kind in _kinds(states.get(i, {}))} for i in numbers}
+    for i, master in zip(numbers, masters, strict=False):
+        found[i][MASTER] = master
+    own, order = [next(names) for _ in numbers], [0] * len(numbers)
+    if len(groups) > 1:
+        shapes = [[next((x.shape for x in found[i].values()), None) for i in group] for group in groups]
+        order = _place_in_groups([module[name].shape for name in own], shapes)
+        _check_clear(state.path, bool(order))
+    places = [iter(group) for group in groups]
+    for k, name in zip(order, own, strict=True):
+        i = next(places[k])
+        for kind, tensor in found[i].items():
+            if tensor.shape != module[name].shape:
+                raise ValueError(f"{kind} {tensor.shape} of the optimizer's parameter {i} is not {name}'s")
+            state.add(kind, name, tensor.shape, [tensor])
+
+
+def _check_clear(path: Path, clear: bool) -> None:
+    if not clear:
+        raise ConfigError(
+            f"{path} is without ZeRO and has several parameter groups, and the shapes of its moments do not say which "
+            "parameters they belong to: save it once with ZeRO stage 1"
+        )
+
+
+def _place_in_groups(shapes: Sequence[tuple], groups: Sequence[Sequence[tuple | None]]) -> list[int]:
+    """Return the group of each parameter; groups keep the module's order. [] if there is no or more than one way.
+
+    >>> _place_in_groups([(2, 3), (2,), (4, 2), (4,)], [[(2, 3), (4, 2)], [(2,), (4,)]])
+    [0, 1, 0, 1]
+    """
+    ways: dict[tuple[int, ...], Pickled] = {(0,) * len(groups): ()}  # numbers taken -> the one way there, else None
+    for shape in shapes:
+        further: dict[tuple[int, ...], Pickled] = {}
+        for taken, way in ways.items():
+            for k, group in enumerate(groups):
+                if taken[k] < len(group) and group[taken[k]] == shape:
+                    after = (*taken[:k], taken[k] + 1, *taken[k + 1 :])
+                    further[after] = None if way is None or after in further else (way, k)
+        ways = further
+        if len(ways) * len(groups) > 1000:  # a crafted file could make ways without end
+            return []
+    found, way = [], next(iter(ways.values()), None)
+    while way:
+        way, k = way
+        found.append(k)
+    return found[::-1]
 
 
 def _layers(path: Path, names: list[str]) -> dict[str, TorchTensor]:

@@ -139,6 +139,9 @@ class CheckpointedRun(DeepSpeedApi):
             else run_on_all("import", lambda: deepspeed.DeepSpeedCheckpoint(path, self.step_fn, self._rng, rename))
         )
         self._accumulation.forward = None
+        if isinstance(found, deepspeed.DeepSpeedCheckpoint) and found.weights_alone:
+            log_dist(f"{found.path} {deepspeed.WEIGHTS_ALONE}")
+            load_module_only = True
         self._load(
             found, Selection(load_module_strict, load_module_only, load_optimizer_states, load_lr_scheduler_states)
         )

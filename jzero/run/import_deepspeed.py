@@ -48,7 +48,11 @@ def main(args: Namespace) -> int:
     if not args.out:
         raise ConfigError("jzero import DIR OUT: give a directory for the checkpoint, or --names")
     source = deepspeed.DeepSpeedCheckpoint(path, step, jax.random.key(0), rename)
-    state = plan_restore(source, step, None, Selection())()
+    former = None
+    if source.weights_alone:
+        print(f"{path} {deepspeed.WEIGHTS_ALONE}")
+        former = step.init(jax.random.key(0))
+    state = plan_restore(source, step, former, Selection(only_module=source.weights_alone))()
     notes = progress.make_notes(step, None, source.notes["engine"], source.notes["client"])
     print(checkpoint.save(state, args.out, notes=notes).wait())
     return 0

@@ -246,8 +246,8 @@ def _files(path: Path) -> list[Path]:
         return found
     if torch := sorted(file.name for pattern in TORCH for file in path.glob(pattern)):
         raise ConfigError(
-            f"{path} contains {some_of(torch)}, which jzero does not read: convert it to safetensors first, with "
-            "transformers: AutoModelForCausalLM.from_pretrained(this).save_pretrained(other)"
+            f"{path} contains {some_of(torch)}: read pytorch_model*.bin with engine.load_checkpoint, or convert it to "
+            "safetensors, with transformers: AutoModelForCausalLM.from_pretrained(this).save_pretrained(other)"
         )
     raise ConfigError(f"{path} contains no *.safetensors: pass the directory of an export or a download")
 

@@ -1,7 +1,7 @@
 """Trains with DeepSpeed on CPU processes and saves its checkpoints, with the losses of its own continuation.
 
 It needs deepspeed and torch, and nothing of jzero: `python make_checkpoints.py OUT [CASE ...]` writes OUT/CASE/ckpt,
-OUT/CASE/universal and OUT/CASE/losses.json, for the cases of `CASES`.
+OUT/CASE/universal, OUT/CASE/weights-* and OUT/CASE/losses.json, for the cases of `CASES`.
 """
 
 import json
@@ -18,6 +18,7 @@ STEPS, ROWS = 20, 8
 ADAM = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.05}}
+WEIGHTS = {"bin": (), "shards": ("--max_shard_size", "0.2KB"), "safe": ("--safe_serialization",)}  # of zero_to_fp32.py
 LLAMA = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -38,6 +39,8 @@ CASES = {
     "mlp-3-fp16": ("mlp", 3, "fp16", 2, ADAM, False),
     "mlp-1-sgd": ("mlp", 1, "fp32", 2, SGD, False),
     "mlp-2-adagrad": ("mlp", 2, "fp32", 2, ADAGRAD, False),
+    "mlp-0-groups": ("mlp", 0, "fp32", 2, ADAM, False),  # biases, in a group of their own, do not decay
+    "mlp-0-bf16-groups": ("mlp", 0, "bf16", 2, ADAM, False),
     "pipe-1-fp32": ("pipe", 1, "fp32", 4, ADAM, True),
     "llama-2-fp32": ("llama", 2, "fp32", 2, ADAM, True),
     "llama-3-fp32": ("llama", 3, "fp32", 4, ADAM, False),
@@ -53,7 +56,8 @@ def ds_config(stage, precision, optimizer, processes):
             "type": "WarmupLR",
             "params": {"warmup_num_steps": 30, "warmup_max_lr": optimizer["params"]["lr"]},
         },
-        "zero_optimization": {"stage": stage}, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
@@ -110,7 +114,9 @@ def worker(case, out):
     kind, stage, precision, processes, optimizer, universal = CASES[case]
     torch.set_num_threads(1)
     device = deepspeed.accelerator.get_accelerator()
-    device.is_fp16_supported = lambda: True  # DeepSpeed asks for fp16 kernels, and PyTorch computes without them
+    device.is_fp16_supported = lambda: (
+        precision == "fp16"
+    )  # DeepSpeed asks for fp16 kernels, and PyTorch computes without them
     device.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     deepspeed.init_distributed(dist_backend="gloo")
     rank = int(os.environ["RANK"])
@@ -118,7 +124,13 @@ def worker(case, out):
     config = ds_config(stage, precision, optimizer, processes)
     if kind == "pipe":
         config |= {"gradient_accumulation_steps": 2}
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    parameters = list(model.parameters())
+    if case.endswith("groups"):
+        parameters = [
+            {"params": [x for x in parameters if x.ndim > 1]},
+            {"params": [x for x in parameters if x.ndim < 2], "weight_decay": 0.0},
+        ]
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
     def step(n):
@@ -144,6 +156,9 @@ def worker(case, out):
         about = {"before": before, "after": after, "config": config, "scale": scale, "lr": engine.get_lr()}
         (out / "losses.json").write_text(json.dumps(about))
     torch.distributed.barrier()
+    for name, options in WEIGHTS.items() if case == "mlp-2-fp32" and rank == 0 else ():
+        script = [sys.executable, out / "ckpt" / "zero_to_fp32.py", out / "ckpt", out / f"weights-{name}", *options]
+        subprocess.run(script, check=True)
     if universal and rank == 0:
         tag = f"global_step{STEPS}"
         folders = "--input_folder", str(out / "ckpt" / tag), "--output_folder", str(out / "universal" / tag)

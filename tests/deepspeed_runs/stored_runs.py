@@ -56,6 +56,8 @@ def config_of(directory, stage):
     config = about(directory)["config"]
     config["zero_optimization"] = {"stage": stage}
     config["optimizer"]["params"].pop("torch_adam", None)
+    if directory.name.endswith("groups"):
+        config["optimizer"]["no_weight_decay"] = "norms_biases"
     return {key: x for key, x in config.items() if key not in ("zero_allow_untested_optimizer", "steps_per_print")}
 
 

@@ -94,6 +94,7 @@ HOSTILE = {
     "text of 2**31": (b"\x80\x02X" + struct.pack("<I", 2**31) + b"a.", "is not a file of torch.save"),
     "a number of 2**31 bytes": (b"\x80\x02\x8b" + struct.pack("<I", 2**31 - 1) + b".", "is not a file of torch.save"),
     "nested keys": (b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns.", "a key of type tuple"),
+    "keys of one hash": (pickle.dumps(dict.fromkeys(range(0, 2000 * (2**61 - 1), 2**61 - 1)), 2), "more than 64 bits"),
     "a frozenset": (pickle.dumps(frozenset({1}), 4), "is not a file of torch.save"),
     "a persistent id": (b"\x80\x02X\x01\x00\x00\x00aQ.", "is not a file of torch.save"),
     "a huge tensor": (tensor(shape=(2**40,)), "larger than its storage"),

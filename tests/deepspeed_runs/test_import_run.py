@@ -14,7 +14,7 @@ from jzero.cli import main
 from jzero.deepspeed import find_deepspeed
 from jzero.deepspeed.import_run import BATCH
 from jzero.deepspeed.torch_files import TorchTensor
-from jzero.deepspeed.zero_shards import read_deepspeed
+from jzero.deepspeed.zero_shards import _place_in_groups, read_deepspeed
 from jzero.mesh import make_mesh
 from jzero.run.import_deepspeed import compare_names
 from jzero.step.train_step import make_train_step
@@ -166,6 +166,62 @@ def test_the_directory_of_a_tag(runs_of_deepspeed, tmp_path):
         assert engine.load_checkpoint(*arguments, load_module_only=True)[0].endswith("mine")
     assert engine.global_steps == 0
     assert abs(continued(engine, "mlp", 1)[0] / about(directory)["after"][0] - 1) < BOUND["fp32"]
+
+
+@pytest.mark.parametrize("files", ["bin", "shards", "safe"])
+def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, here, files):
+    """What zero_to_fp32.py writes has no optimizer's state: the run begins at step 0, and says so."""
+    directory = runs_of_deepspeed / "mlp-2-fp32"
+    engine = make_engine(directory, "mlp", 2, 2)
+    engine.train_batch(batch("mlp", 0))
+    before = engine.state.opt_state
+    path, client = engine.load_checkpoint(directory / f"weights-{files}")
+    assert "has weights alone: optimizer, learning rate" in capfd.readouterr().out
+    assert (path, client) == (str(directory / f"weights-{files}"), {})
+    assert engine.global_steps == 1
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, engine.state.opt_state)))
+    whole = make_engine(directory, "mlp")
+    whole.load_checkpoint(directory / "ckpt")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole.state.params, engine.state.params)))
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_of(directory, 0)))
+    out = str(tmp_path / "out")
+    assert main(["import", path, out, "--model", HERE, "--config", str(config)]) == 0
+    assert "has weights alone" in capfd.readouterr().out
+    whole.load_checkpoint(out)
+    assert whole.global_steps == 0
+    assert abs(continued(whole, "mlp", 1)[0] / about(directory)["after"][0] - 1) < BOUND["fp32"]
+
+
+def test_files_of_weights_that_are_no_weights(runs_of_deepspeed, tmp_path):
+    """One of three is lost; a pickle of something else; and beside a checkpoint they do not count."""
+    source = runs_of_deepspeed / "mlp-2-fp32"
+    some = shutil.copytree(source / "weights-shards", tmp_path / "some")
+    (some / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(jzero.ConfigError, match="has 2 files of weights, and their names say 3"):
+        read_deepspeed(some)
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(source / "ckpt" / "global_step20" / "mp_rank_00_model_states.pt", other / "pytorch_model.bin")
+    with pytest.raises(jzero.ConfigError, match="is no file of weights by name"):
+        read_deepspeed(other)
+    both = shutil.copytree(source / "ckpt", tmp_path / "both")
+    shutil.copy(source / "weights-bin" / "pytorch_model.bin", both)
+    assert find_deepspeed(both) == both / "global_step20"
+    assert find_deepspeed(both / "pytorch_model.bin") == both / "pytorch_model.bin"
+    (both / "latest").unlink()
+    assert find_deepspeed(both) == both
+
+
+def test_groups_whose_moments_fit_in_two_ways(runs_of_deepspeed):
+    """Files without ZeRO number the moments group by group; the shapes have to say which parameter each is of."""
+    path = runs_of_deepspeed / "mlp-0-groups" / "ckpt" / "global_step20"
+    moment = read_deepspeed(path).tensors["exp_avg"]
+    assert {name: entry.shape for name, entry in moment.entries.items()}["fc2.weight"] == (7, 7)
+    assert _place_in_groups([(7,), (3,), (7,)], [[(7,)], [(3,), (7,)]]) == [0, 1, 1]
+    assert _place_in_groups([(7,), (7,)], [[(7,)], [(3,)]]) == []
+    assert _place_in_groups([(7,), (7,)], [[(7,)], [(7,)]]) == []
 
 
 @pytest.mark.parametrize("other", ["Lamb", "Lion"])

@@ -273,7 +273,7 @@ def test_what_is_no_directory_of_weights(tmp_path):
     for name, words in {
         "nowhere": "no such directory or .safetensors file",
         "empty": "contains no *.safetensors",
-        "torch": "contains pytorch_model.bin, which jzero does not read: convert it to safetensors",
+        "torch": "contains pytorch_model.bin: read pytorch_model*.bin with engine.load_checkpoint, or",
     }.items():
         refused(lambda name=name: weights.load(tmp_path / name, step()), words)
 
