@@ -110,6 +110,7 @@ FAMILIES = {
             "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
             "sliding_window": 128, "sliding_window_pattern": 2,
         },
+        needs={"hidden_act": "silu"},  # of its experts, which have their own
     ),
     "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
     "gemma2": Family(

@@ -1,6 +1,6 @@
 """One row for each family: transformers' model with random weights, jzero's of the same files, and checks of both.
 
-A check returns its relative error: the largest difference over the largest value. `docs/families.py` writes them into
+A check returns its relative error: the largest difference over the largest value. `docs/models.py` writes them into
 docs/models.md.
 """
 
@@ -141,7 +141,7 @@ FAMILIES = {
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),
     "deepseek_v2": (
-        "DeepseekV2", {**LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "first_k_dense_replace": 1,
+        "DeepseekV2", {**LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "first_k_dense_replace": 1, "hidden_act": "gelu",
                        "routed_scaling_factor": 1.5},
     ),
     "deepseek_v2-groups": (
