@@ -144,5 +144,5 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
     if c.mixture:
-        content |= {**mixture_json(c.family, c.mixture), **dense_json(c, there)}
+        content |= {**mixture_json(c.family, c.mixture, there), **dense_json(c, there)}
     return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)

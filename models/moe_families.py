@@ -107,7 +107,9 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     if problems:
         raise ConfigError(*problems)
     fields: dict[str, Any] = {"normalize": bool(there.get("norm_topk_prob", False))}
-    fields |= {"balance": there.get("router_aux_loss_coef", BALANCE), **names.fields}
+    # transformers adds the loss only then, and most downloads have a coefficient without it.
+    balance = there.get("router_aux_loss_coef", BALANCE) if there.get("output_router_logits") else 0.0
+    fields |= {"balance": balance, **names.fields}
     if names.shared:
         fields["shared"] = there[names.shared] * (there[names.width] if names.shared == TIMES else 1)
     if there.get("topk_method", "") in LIMITED and there.get("n_group", 1) > 1:
@@ -120,16 +122,15 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     )  # fmt: skip
 
 
-def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
-    """Return what config.json has of a mixture."""
+def mixture_json(family: str, mixture: MixtureConfig, there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json has of a mixture; a download's own keys of its balance loss stay."""
     names = NAMES[family]
     content: dict[str, Any] = {
         names.experts: mixture.num_experts,
         EXPERTS: mixture.num_experts,
         "num_experts_per_tok": mixture.top_k,
         names.width: mixture.width,
-        "router_aux_loss_coef": mixture.balance,
-        "output_router_logits": False,
+        **({} if there else {"router_aux_loss_coef": mixture.balance, "output_router_logits": False}),
         **({names.shared: mixture.shared} if names.shared else {}),
     }
     if names.shared == TIMES:

@@ -53,7 +53,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_emb
         "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0]}  # fmt: skip
 MIXED = {"sliding_window": 5, "layer_types": [*KINDS[:1] * 2, KINDS[1], KINDS[0]]}
 GATED = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
-         "router_aux_loss_coef": 0.0}  # fmt: skip
+         "router_aux_loss_coef": 0.9}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 24, "qk_nope_head_dim": 12,
           "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3,
           "moe_intermediate_size": 24}  # fmt: skip
@@ -87,7 +87,7 @@ FAMILIES = {
     "qwen3_moe-dense_0": ("Qwen3Moe", {**WIDE, **GATED, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
     "gpt_oss": (
         "GptOss", {**WIDE, **MIXED, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
-                   "router_aux_loss_coef": 0.0, "rope_parameters": {**YARN, "truncate": False},
+                   "router_aux_loss_coef": 0.9, "rope_parameters": {**YARN, "truncate": False},
                    "max_position_embeddings": 64, "swiglu_limit": 1.0},
     ),
     "llama4": (

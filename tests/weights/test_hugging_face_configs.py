@@ -120,6 +120,16 @@ def test_a_mixture_that_transformers_lacks():
         decoder(config_from_hf(TINY, family="lama")).weights_layout()
 
 
+@pytest.mark.parametrize(("asked", "balance"), [(None, 0.0), (False, 0.0), (True, 0.9)])
+def test_the_balance_loss_of_a_download(asked, balance):
+    """Of GPT-OSS: 0.9 without `output_router_logits`, where transformers adds no loss."""
+    there = {**TINY, "model_type": "gpt_oss", "router_aux_loss_coef": 0.9, "output_router_logits": asked}
+    config = config_from_hf(there)
+    assert config.mixture.balance == balance
+    table = decoder(config).weights_layout()
+    assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
+
+
 def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
     """Shape and weights come from the files that are there; nothing is downloaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
