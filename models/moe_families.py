@@ -59,7 +59,7 @@ NAMES = {
     ),
     "llama4_text": Names(
         "feed_forward", PROJECTIONS, "num_local_experts", "intermediate_size", "intermediate_size", "moe_layers",
-        "router", (0, 1, 2, 3), {"normalize": False, "score": "sigmoid", "scale_inputs": True},
+        "router", (0, 1, 2, 3), {"balance": 0.0, "normalize": False, "score": "sigmoid", "scale_inputs": True},
     ),
     "qwen3_moe": Names(
         "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",

@@ -31,7 +31,7 @@ class Routing:
     Attributes:
       experts: of each token, the one with the largest score first [B, S, k] int32.
       weights: of these experts' outputs in the sum [B, S, k] float32.
-      scores: of all experts [B, S, E] float32.
+      scores: of all experts, parts of their sum [B, S, E] float32.
       slots: the place of a token among those of its row that go to the same expert [B, S, k] int32; None: no capacity.
       capacity: the tokens of a row that an expert takes; those in later slots are dropped. None: all.
     """
@@ -108,6 +108,8 @@ def route(
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
+    if score == "sigmoid":  # for `balance_loss` (DeepSeek-V3, arXiv:2412.19437, eq. 18); a softmax sums to 1
+        scores = scores / (scores.sum(-1, keepdims=True) + 1e-20)
     if capacity_factor is None:
         return Routing(chosen, weights * scale, scores)
     capacity = min(_capacity(tokens * top_k / experts, capacity_factor, min_capacity), tokens)
@@ -164,7 +166,7 @@ def balance_loss(routing: Routing) -> jax.Array:
     """Compute the load-balancing loss [] of the Switch Transformer (arXiv:2101.03961, eq. 4), for k experts of a token.
 
     It is E times the sum over the experts of the part of tokens that chose it times its mean score; k if all loads and
-    scores are even. The mean is over the tokens of a micro-batch. In Hugging Face's transformers it is over all layers'
+    scores are even. Sigmoids are divided by their sum first. The mean is over the tokens of a micro-batch. In Hugging Face's transformers it is over all layers'
     tokens together.
     """
     experts, tokens = routing.scores.shape[-1], routing.scores.shape[0] * routing.scores.shape[1]

@@ -128,6 +128,7 @@ def test_the_balance_loss_of_a_download(asked, balance):
     assert config.mixture.balance == balance
     table = decoder(config).weights_layout()
     assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
+    assert config_from_hf({**there, "model_type": "llama4_text", "num_experts_per_tok": 1}).mixture.balance == 0.0
 
 
 def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
