@@ -174,7 +174,8 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
     router = f"{layer}{names.layer}.{names.router}"
     rows: list[dict[str, Any]] = [{"name": f"{router}.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}]
     if mixture.bias_rate is not None:
-        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias"})
+        # Near 4, as in V3, bfloat16 rounds by up to 0.008: that changes the routing.
+        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias", "state": True})
     if names.together:
         at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
         whole = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}

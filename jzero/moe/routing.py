@@ -166,7 +166,7 @@ def balance_loss(routing: Routing) -> jax.Array:
     """Compute the load-balancing loss [] of the Switch Transformer (arXiv:2101.03961, eq. 4), for k experts of a token.
 
     It is E times the sum over the experts of the part of tokens that chose it times its mean score; k if all loads and
-    scores are even. Sigmoids are divided by their sum first. The mean is over the tokens of a micro-batch. In Hugging Face's transformers it is over all layers'
+    scores are even. The mean is over the tokens of a micro-batch. In Hugging Face's transformers it is over all layers'
     tokens together.
     """
     experts, tokens = routing.scores.shape[-1], routing.scores.shape[0] * routing.scores.shape[1]

@@ -141,8 +141,8 @@ FAMILIES = {
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),
     "deepseek_v2": (
-        "DeepseekV2", {**LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "first_k_dense_replace": 1, "hidden_act": "gelu",
-                       "routed_scaling_factor": 1.5},
+        "DeepseekV2", {**LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "first_k_dense_replace": 1,
+                       "hidden_act": "gelu", "routed_scaling_factor": 1.5},
     ),
     "deepseek_v2-groups": (
         "DeepseekV2", {**LATENT, "num_hidden_layers": 2, "topk_method": "group_limited_greedy", "n_group": 3,
