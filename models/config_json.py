@@ -51,6 +51,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     ]  # fmt: skip
     if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
         may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
+    if FUTURE in family.absent:  # files may have more of these layers than the model
+        may_differ += [FUTURE]
     if config.activation == "gelu_tanh":
         may_differ += ["hidden_act"]  # it has two names, and older downloads of Gemma call it gelu
     if config.rope_scaling:
@@ -140,7 +142,7 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
         content["hidden_activation"] = content["hidden_act"]
     content["hidden_size"] = c.d_model
     content |= latent_json(c.latent) if c.latent else {}
-    content |= {FUTURE: c.future_layers} if c.future_layers else {}
+    content |= {FUTURE: c.future_layers} if FUTURE in family.absent else {}
     if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
     if c.mixture:

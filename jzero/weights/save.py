@@ -136,7 +136,7 @@ def gather_params(
     Args:
       params: by dotted name.
       mesh: of the parameters.
-      dtype: for floating-point parameters, cast before the gather so that fewer bytes move; None, and state, keep theirs.
+      dtype: for floating-point parameters, cast before the gather so that fewer bytes move; None and state keep theirs.
     """
     for name, (leaf, x) in params.items():
         to = x.dtype if dtype is None or leaf.state or not jnp.issubdtype(x.dtype, jnp.floating) else dtype
