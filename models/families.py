@@ -290,7 +290,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     scale = found.get("attention_scale")
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
-    found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there)}
+    found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there, download.directory is not None)}
     found["dense_layers"] = dense_of(there)
     found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
     found |= rope_of(there, found["global_layers"] is not None)

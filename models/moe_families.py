@@ -83,8 +83,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 BALANCE = 0.001  # transformers' default of router_aux_loss_coef
 
 
-def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
+def mixture_of(there: Mapping[str, Any], trained: bool = False) -> MixtureConfig | None:
     """Read the mixture of a config.json; None if its family has none.
+
+    Args:
+      trained: there are weights, whose bias stays as it is.
 
     Raises:
       ConfigError: keys that are missing, noise in the router.
@@ -110,6 +113,7 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     # transformers adds the loss only then, and most downloads have a coefficient without it.
     balance = there.get("router_aux_loss_coef", BALANCE) if there.get("output_router_logits") else 0.0
     fields |= {"balance": balance, **names.fields}
+    fields |= {"bias_rate": 0.0} if trained and "bias_rate" in fields else {}
     if names.shared:
         fields["shared"] = there[names.shared] * (there[names.width] if names.shared == TIMES else 1)
     if there.get("topk_method", "") in LIMITED and there.get("n_group", 1) > 1:

@@ -1,6 +1,7 @@
 """The configs, names and files of transformers, also of its former versions; mistakes are errors that name the fix."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -129,6 +130,14 @@ def test_the_balance_loss_of_a_download(asked, balance):
     table = decoder(config).weights_layout()
     assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
     assert config_from_hf({**there, "model_type": "llama4_text", "num_experts_per_tok": 1}).mixture.balance == 0.0
+
+
+def test_the_bias_of_a_download_stays(tmp_path):
+    """One of trained experts is as it should be; from scratch it moves as in the pretraining of DeepSeek-V3."""
+    there = {**TINY, "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(there))
+    assert [config_from_hf(source).mixture.bias_rate for source in (tmp_path, there)] == [0.0, 0.001]
+    assert config_from_hf({**there, "model_type": "deepseek_v2", "num_experts_per_tok": 2}).mixture.bias_rate is None
 
 
 def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
