@@ -16,7 +16,7 @@ from .decoder_config import DecoderConfig, check_fields
 from .downloads import Download
 from .latent import latent_of
 from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_of
-from .moe_families import dense_of, mixture_of
+from .moe_families import TIMES, dense_of, mixture_of
 from .rope_json import rope_of
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is).
@@ -248,7 +248,7 @@ MEANINGS = {
     ("stablelm", "parallel"): "one_norm",
     ("gpt_neox", "parallel"): "two_norms",
 }  # fmt: skip
-NULLS = ("sliding_window", CHUNK, "q_lora_rank")  # keys whose null is not their default
+NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
 
 
@@ -290,7 +290,10 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     scale = found.get("attention_scale")
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
-    found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there, download.directory is not None)}
+    found |= {
+        "activation": ACTIVATIONS[there.get("hidden_act", "silu")],
+        "mixture": mixture_of(there, download.directory is not None),
+    }
     found["dense_layers"] = dense_of(there)
     found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
     found |= rope_of(there, found["global_layers"] is not None)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.errors import ConfigError
 from jzero.layout.replicas import all_gather
 from jzero.moe import balance_loss, balanced_bias, experts, route
 
@@ -61,6 +62,13 @@ class MixtureConfig:
     clamp: tuple[float, float] | None = None
     balance: float = 0.01
     bias_rate: float | None = None
+
+    def __post_init__(self):
+        if self.scale_inputs and self.top_k != 1:
+            raise ConfigError(
+                f"MixtureConfig: top_k = {self.top_k} (num_experts_per_tok): must be 1 with scale_inputs, since "
+                "a token's experts have one input"
+            )
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_the_text_decoder_of_a_llama_4_with_images(tmp_path):
     config = config_from_hf(tmp_path)
     assert (config, config.temperature, config.window) == (theirs.config, (0.5, 3), 5)
     jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, theirs.step), theirs.params)
-    with pytest.raises(jzero.ConfigError, match=r"num_experts_per_tok = 2: models/moe\.py has only 1"):
+    with pytest.raises(jzero.ConfigError, match=r"top_k = 2 \(num_experts_per_tok\): must be 1 with scale_inputs"):
         config_from_hf({**text, "num_experts_per_tok": 2})
 
 

@@ -157,6 +157,38 @@ def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------- mistakes
 
+DEEPSEEK = {**TINY, "model_type": "deepseek_v3", "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4}
+GROUPS = (
+    {"topk_method": "foo"}, {"n_group": 5}, {"topk_group": None, "n_group": 3}, {"topk_group": 5}, {"topk_group": 0},
+    {"num_experts_per_tok": 9, "topk_group": 2}, {"n_group": 12}, {"topk_method": "greedy"},
+    {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
+    {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "topk_group": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", GROUPS, ids=str)
+def test_groups_of_experts_that_do_not_fit(change):
+    """Of DeepSeek-V2 and V3: one error that names the three keys and what is allowed."""
+    there = {**DEEPSEEK, "topk_method": "noaux_tc", "topk_group": 2, **change}
+    allowed = "noaux_tc" if there["model_type"] == "deepseek_v3" else "greedy or group_limited_greedy"
+    words = (
+        f"topk_method = '{there['topk_method']}', n_group = {there['n_group']}, topk_group = .*: must be {allowed}, a"
+    )
+    with pytest.raises(jzero.ConfigError, match=words):
+        config_from_hf(there)
+
+
+@pytest.mark.parametrize("count", [0, None])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_no_shared_experts(family, count):
+    there = {**DEEPSEEK, "model_type": family, "topk_group": 2, "n_shared_experts": count}
+    config = config_from_hf(there)
+    assert config.mixture.shared == 0
+    table = step_of(config).model.weights_layout()
+    assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
+    assert not any("shared" in (row["name"] or "") for row in table["tensors"])
+
+
 SMALL_GPT = gpt2.GPT2Config(2, 32, 4, 48, vocab_size=V, max_positions=8)
 SMALL_VIT = vit.ViTConfig(2, 32, 4, 48, image_size=8, patch_size=4)
 NO_LAYERS = {key: x for key, x in GPT2.items() if key != "n_layer"}
