@@ -294,8 +294,8 @@ class DecoderConfig:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
 
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
-        keys that a token sees, on average, for attention's two products: half the sequence, half its chunk, or less with a
-        window.
+        keys that a token sees, on average, for attention's two products: half the sequence, half a chunk, or less with
+        a window.
         """
         numbers = range(self.num_layers + self.future_layers)
         layers = sum(self.of_layer(i).layer_parameters(active=True) for i in numbers)

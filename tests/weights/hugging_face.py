@@ -93,7 +93,7 @@ FAMILIES = {
     "llama4": (
         "Llama4", {**WIDE, "num_local_experts": 4, "router_aux_loss_coef": 0.0, "attention_chunk_size": 5,
                    "no_rope_layers": [1, 0, 1, 1], "floor_scale": 3, "attn_scale": 0.5,
-                   "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+                   "max_position_embeddings": 64, "rope_parameters": YARN},
     ),
     "llama4-mixed": (
         "Llama4", {"num_local_experts": 4, "router_aux_loss_coef": 0.0, "head_dim": 8, "attention_chunk_size": 5,
