@@ -155,7 +155,8 @@ class DecoderConfig:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
         if self.global_layers and not self.window:
             raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
-        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)]):
+        partial = ["partial_rotary"] if self.partial_rotary != 1 else []
+        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)] + partial):
             raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
         if self.chunked and not self.window:
             raise ConfigError(f"{name}: chunked = True needs a window, the tokens of a chunk")

@@ -108,7 +108,11 @@ FAMILIES = {
         "GptOssForCausalLM", {"sinks": True}, BIAS,
         {
             "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
-            "sliding_window": 128, "sliding_window_pattern": 2,
+            "sliding_window": 128, "sliding_window_pattern": 2, "max_position_embeddings": 131_072,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
         needs={"hidden_act": "silu"},  # of its experts, which have their own
     ),
@@ -267,6 +271,8 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     family = FAMILIES[name]
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
     there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
+    if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
+        there["rope_scaling"] = download.config.get("rope_scaling")
     if there.get("quantization_config", {}).get("quant_method") == "mxfp4":
         del there["quantization_config"]  # `load_weights` reads it
     keys: Keys = {**KEYS, **family.keys}
