@@ -108,8 +108,8 @@ def route(
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
-    if score == "sigmoid":  # for `balance_loss` (DeepSeek-V3, arXiv:2412.19437, eq. 18); a softmax sums to 1
-        scores = scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    # For `balance_loss` (DeepSeek-V3, arXiv:2412.19437, eq. 18); those of a softmax sum to 1.
+    scores = scores if score == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
     if capacity_factor is None:
         return Routing(chosen, weights * scale, scores)
     capacity = min(_capacity(tokens * top_k / experts, capacity_factor, min_capacity), tokens)
@@ -187,7 +187,8 @@ def balanced_bias(bias: jax.Array, counts: jax.Array, rate: float = 1e-3) -> jax
     """
     if bias.ndim != 1 or bias.shape != counts.shape:
         raise bad_call("balanced_bias", f"bias {list(bias.shape)}, counts {list(counts.shape)}; both must be [E]")
-    return bias + rate * jnp.sign(counts.mean() - counts)
+    # Of whole numbers, since a mean in a fused multiply-add is not exact: an even load moves nothing.
+    return bias + rate * jnp.sign(counts.sum() - len(counts) * counts.astype(jnp.float32))
 
 
 def _chosen(routing: Routing) -> jax.Array:

@@ -278,11 +278,13 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype | None:
     return np.dtype(functools.reduce(jnp.promote_types, floats)) if floats else None
 
 
-def with_dtype(some: Sequence[Tensor], dtype: np.dtype | None) -> list[Tensor]:
+def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
     """Give all floating-point tensors but state one dtype, which is None only if there are none.
 
     A Hugging Face config.json has one dtype for all of a model's tensors, but frozen parameters are stored in the
     compute dtype and trained ones in that of the masters.
     """
-    to = [dtype if jnp.issubdtype(t.dtype, jnp.floating) and not t.state else None for t in some]
-    return [dataclasses.replace(t, dtype=new or t.dtype) for t, new in zip(some, to, strict=True)]
+    return [
+        dataclasses.replace(t, dtype=dtype) if dtype and not t.state and jnp.issubdtype(t.dtype, jnp.floating) else t
+        for t in some
+    ]
