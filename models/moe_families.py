@@ -13,7 +13,7 @@ from .moe import MixtureConfig
 
 
 class Names(NamedTuple):
-    """How a family calls what it has.
+    """The names that a family gives to what it has.
 
     Attributes:
       layer: the mixture in a layer.
