@@ -18,6 +18,14 @@ from .rope_json import rope_json
 from .tensor_names import tensor_rows
 
 FUTURE = "num_nextn_predict_layers"
+# Keys of a config.json that concern the training alone, and what is said of them in the run report.
+LEFT_OUT = {
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout"),
+        "decoders have no dropout; it is left out",
+    ),
+    "aux_loss_alpha": "this loss is left out, as in transformers; mixture.balance sets a balance loss",
+}
 # The fields that files do not have.
 OURS = (
     "attention", "future_layers", "future_weight", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download",
@@ -51,6 +59,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     ]  # fmt: skip
     if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
         may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
+    if FUTURE in family.absent:  # files may have more of these layers than the model
+        may_differ += [FUTURE]
     if config.activation == "gelu_tanh":
         may_differ += ["hidden_act"]  # it has two names, and older downloads of Gemma call it gelu
     if config.rope_scaling:
@@ -77,14 +87,18 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         keys["download"] = config.download.table(config.vocab_size)
     rows = tensor_rows(config, family.names)
     adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
-    return {"config": content, **keys, "tensors": rows, **adapters}, _future_note(config)
+    return {"config": content, **keys, "tensors": rows, **adapters}, _left_out_notes(config)
 
 
-def _future_note(config: DecoderConfig) -> list[str]:
-    ahead = _future(config)
+def _left_out_notes(config: DecoderConfig) -> list[str]:
+    there, ahead = config.download.config if config.download else {}, _future(config)
+    notes = [f"{key} = {there[key]}: {why}" for key, why in LEFT_OUT.items() if there.get(key)]
     if ahead <= config.future_layers:
-        return []
-    return [f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them"]
+        return notes
+    return [
+        *notes,
+        f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them",
+    ]
 
 
 def _future(config: DecoderConfig) -> int:
@@ -140,9 +154,9 @@ def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
         content["hidden_activation"] = content["hidden_act"]
     content["hidden_size"] = c.d_model
     content |= latent_json(c.latent) if c.latent else {}
-    content |= {FUTURE: c.future_layers} if c.future_layers else {}
+    content |= {FUTURE: c.future_layers} if FUTURE in family.absent else {}
     if not c.download:
         content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
     if c.mixture:
-        content |= {**mixture_json(c.family, c.mixture), **dense_json(c, there)}
+        content |= {**mixture_json(c.family, c.mixture, there), **dense_json(c, there)}
     return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)

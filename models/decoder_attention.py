@@ -77,12 +77,12 @@ class Attention(nnx.Module):
         k_BSKC, v_BSKC = k_BSK1C.squeeze(3), v_BSK1C.squeeze(3)
         if c.qk_norm == "shared":
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        if c.qk_norm == "unscaled":  # a rotation does not change the norm
+        rotary = self.rope(layer, length)
+        q_BSHC, k_BSKC = (rope(x, rotary, columns_S, c.interleaved_rope) for x in (q_BSHC, k_BSKC))
+        if c.qk_norm == "unscaled":  # after RoPE, whose scaling may change the norm (yarn, longrope)
             unit = [unit_rms(x, c.norm_eps).astype(x.dtype) for x in (q_BSHC, k_BSKC)]
             either_of = zip(unit, (q_BSHC, k_BSKC), strict=True)
             q_BSHC, k_BSKC = unit if has_rope is None else (jnp.where(has_rope, u, x) for u, x in either_of)
-        rotary = self.rope(layer, length)
-        q_BSHC, k_BSKC = (rope(x, rotary, columns_S, c.interleaved_rope) for x in (q_BSHC, k_BSKC))
         if c.temperature and positions_BS is not None:
             strength, floor = c.temperature
             scale_BS = 1 + strength * jnp.log1p(jnp.floor((positions_BS + 1) / floor))

@@ -130,7 +130,10 @@ class LayerGroup(nnx.Module):
 def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
     if config.mixture is None:
         return (GatedMLP if config.gated else MLP)(config, rngs=rngs)
-    return Mixture(config.mixture, config.d_model, rngs=rngs, init=initial(config), last=initial(config, last=True))
+    last = initial(config, last=True)
+    return Mixture(
+        config.mixture, config.d_model, ACTIVATIONS[config.activation], rngs=rngs, init=initial(config), last=last
+    )
 
 
 def times(x: jax.Array, scale: float) -> jax.Array:

@@ -155,7 +155,8 @@ class DecoderConfig:
                 raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
         if self.global_layers and not self.window:
             raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
-        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)]):
+        partial = ["partial_rotary"] if self.partial_rotary != 1 else []
+        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)] + partial):
             raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
         if self.chunked and not self.window:
             raise ConfigError(f"{name}: chunked = True needs a window, the tokens of a chunk")
@@ -294,7 +295,8 @@ class DecoderConfig:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
 
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
-        keys that a token sees, on average, for attention's two products: half the sequence, or less with a window.
+        keys that a token sees, on average, for attention's two products: half the sequence, half a chunk, or less with
+        a window.
         """
         numbers = range(self.num_layers + self.future_layers)
         layers = sum(self.of_layer(i).layer_parameters(active=True) for i in numbers)
@@ -303,6 +305,8 @@ class DecoderConfig:
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))
-        keys = wide * sequence / 2 + (self.num_layers - wide) * (window - window**2 / (2 * sequence))
+        chunks, rest = divmod(sequence, window)
+        near = (chunks * window**2 + rest**2) / 2 if self.chunked else window * sequence - window**2 / 2
+        keys = wide * sequence / 2 + (self.num_layers - wide) * near / sequence
         widths = self.head_dim + (self.latent.value if self.latent else self.head_dim)
         return 6.0 * used + 6.0 * self.num_heads * widths * keys

@@ -16,7 +16,7 @@ from .decoder_config import DecoderConfig, check_fields
 from .downloads import Download
 from .latent import latent_of
 from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_of
-from .moe_families import dense_of, mixture_of
+from .moe_families import TIMES, dense_of, mixture_of
 from .rope_json import rope_of
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is).
@@ -108,8 +108,13 @@ FAMILIES = {
         "GptOssForCausalLM", {"sinks": True}, BIAS,
         {
             "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
-            "sliding_window": 128, "sliding_window_pattern": 2,
+            "sliding_window": 128, "sliding_window_pattern": 2, "max_position_embeddings": 131_072,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
+        needs={"hidden_act": "silu"},  # of its experts, which have their own
     ),
     "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
     "gemma2": Family(
@@ -247,7 +252,7 @@ MEANINGS = {
     ("stablelm", "parallel"): "one_norm",
     ("gpt_neox", "parallel"): "two_norms",
 }  # fmt: skip
-NULLS = ("sliding_window", CHUNK, "q_lora_rank")  # keys whose null is not their default
+NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
 
 
@@ -266,6 +271,8 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     family = FAMILIES[name]
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
     there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
+    if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
+        there["rope_scaling"] = download.config.get("rope_scaling")
     if there.get("quantization_config", {}).get("quant_method") == "mxfp4":
         del there["quantization_config"]  # `load_weights` reads it
     keys: Keys = {**KEYS, **family.keys}
@@ -289,7 +296,10 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     scale = found.get("attention_scale")
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
-    found |= {"activation": ACTIVATIONS[there.get("hidden_act", "silu")], "mixture": mixture_of(there)}
+    found |= {
+        "activation": ACTIVATIONS[there.get("hidden_act", "silu")],
+        "mixture": mixture_of(there, download.directory is not None),
+    }
     found["dense_layers"] = dense_of(there)
     found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
     found |= rope_of(there, found["global_layers"] is not None)

@@ -7,6 +7,7 @@ Shape suffixes beside those of `decoder`: E experts, N experts of a token, F wid
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero.errors import ConfigError
 from jzero.layout.replicas import all_gather
 from jzero.moe import balance_loss, balanced_bias, experts, route
 
@@ -38,7 +40,8 @@ class MixtureConfig:
       capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
       scale_inputs: the weight of a token's only expert multiplies its input, and not its output (Llama 4).
       biases: of the router, and of the experts' matrices (GPT-OSS).
-      clamp: of the experts' gates and values, see `ClampedSwiGLU`: (alpha, limit) (GPT-OSS); None: silu(gate) * value.
+      clamp: of the experts' gates and values, see `ClampedSwiGLU`: (alpha, limit) (GPT-OSS); None:
+        activation(gate) * value.
       balance: what the load-balancing loss counts in the loss, as its mean over the layers.
       bias_rate: balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas,
         see `jzero.balanced_bias`. 0: it stays as it is; None: there is none.
@@ -60,6 +63,13 @@ class MixtureConfig:
     balance: float = 0.01
     bias_rate: float | None = None
 
+    def __post_init__(self):
+        if self.scale_inputs and self.top_k != 1:
+            raise ConfigError(
+                f"MixtureConfig: top_k = {self.top_k} (num_experts_per_tok): must be 1 with scale_inputs, since "
+                "a token's experts have one input"
+            )
+
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
@@ -77,9 +87,10 @@ class Mixture(nnx.Module):
     """Gated experts and their router, whose scores are float32."""
 
     def __init__(
-        self, config: MixtureConfig, d_model: int, *, rngs: nnx.Rngs, init: nnx.Initializer, last: nnx.Initializer
-    ):
-        self.config, c = config, config
+        self, config: MixtureConfig, d_model: int, activation: Callable[[jax.Array], jax.Array], *, rngs: nnx.Rngs,
+        init: nnx.Initializer, last: nnx.Initializer,
+    ):  # fmt: skip
+        self.config, self.activation, c = config, activation, config
         self.router = nnx.Linear(d_model, c.num_experts, use_bias=c.biases, kernel_init=init, rngs=rngs)
         self.gate_up = nnx.Param(init(rngs.params(), (c.num_experts, d_model, 2, c.width)))
         self.down = nnx.Param(last(rngs.params(), (c.num_experts, c.width, d_model)))
@@ -110,13 +121,14 @@ class Mixture(nnx.Module):
             tokens_BSD = x_BSD * routing.weights.astype(x_BSD.dtype)
             used = dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
         y_BSD = experts(
-            tokens_BSD, used, self.gate_up[...], self.down[...], glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,
+            tokens_BSD, used, self.gate_up[...], self.down[...], activation=self.activation,
+            glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,
             biases=(self.gate_up_bias[...], self.down_bias[...]) if c.biases else None,
         )  # fmt: skip
         if c.shared:
             gate_up_BS2F = jnp.einsum("bsd,dgf->bsgf", x_BSD, self.shared_gate_up[...])
             gate_BSF, up_BSF = gate_up_BS2F[:, :, 0], gate_up_BS2F[:, :, 1]
-            shared_BSD = (nnx.silu(gate_BSF) * up_BSF) @ self.shared_down[...]
+            shared_BSD = (self.activation(gate_BSF) * up_BSF) @ self.shared_down[...]
             y_BSD += nnx.sigmoid(self.shared_gate(x_BSD)) * shared_BSD if c.shared_gate else shared_BSD
         if bias_E is not None and c.bias_rate:
             counts_E = all_gather(routing.counts[None]).sum(0)

@@ -13,7 +13,7 @@ from .moe import MixtureConfig
 
 
 class Names(NamedTuple):
-    """How a family calls what it has.
+    """The names that a family gives to what it has.
 
     Attributes:
       layer: the mixture in a layer.
@@ -59,7 +59,7 @@ NAMES = {
     ),
     "llama4_text": Names(
         "feed_forward", PROJECTIONS, "num_local_experts", "intermediate_size", "intermediate_size", "moe_layers",
-        "router", (0, 1, 2, 3), {"normalize": False, "score": "sigmoid", "scale_inputs": True},
+        "router", (0, 1, 2, 3), {"balance": 0.0, "normalize": False, "score": "sigmoid", "scale_inputs": True},
     ),
     "qwen3_moe": Names(
         "mlp", PROJECTIONS, "num_experts", "moe_intermediate_size",
@@ -74,7 +74,8 @@ EXPERTS = "num_local_experts"
 FIXED = {"router_jitter_noise": 0.0}
 DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "interleave_moe_layer_step", "moe_layers")
 TIMES = "n_shared_experts"
-LIMITED = {"group_limited_greedy": 1, "noaux_tc": 2}  # how many of a group's scores count
+# family -> {topk_method: how many of a group's scores count}; 0: there are no groups. V3's always has some.
+METHODS = {"deepseek_v2": {"greedy": 0, "group_limited_greedy": 1}, "deepseek_v3": {"noaux_tc": 2}}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {EXPERTS: 8, "num_experts_per_tok": 2},
     "llama4_text": {EXPERTS: 16, "num_experts_per_tok": 1},
@@ -83,8 +84,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 BALANCE = 0.001  # transformers' default of router_aux_loss_coef
 
 
-def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
+def mixture_of(there: Mapping[str, Any], trained: bool = False) -> MixtureConfig | None:
     """Read the mixture of a config.json; None if its family has none.
+
+    Args:
+      trained: there are weights, whose bias stays as it is.
 
     Raises:
       ConfigError: keys that are missing, noise in the router.
@@ -94,24 +98,23 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
         return None
     names, there = NAMES[family], {**DEFAULTS.get(family, {}), **there}
     there.setdefault(names.experts, there.get(EXPERTS))
-    wanted_keys = (names.experts, names.width, "num_experts_per_tok", *([names.shared] if names.shared else []))
+    shared = [names.shared] if names.shared and names.shared != TIMES else []  # DeepSeek's may be null: none
+    wanted_keys = (names.experts, names.width, "num_experts_per_tok", *shared)
     missing = [key for key in wanted_keys if there.get(key) is None]
     problems = [f"config.json has no {key}" for key in missing]
     for key, value in FIXED.items():
         if (there.get(key) or value) != value:
             problems.append(f"config.json has {key} = {there[key]!r}: models/moe.py has only {value!r}")
-    if names.fields.get("scale_inputs") and there.get("num_experts_per_tok") != 1:
-        problems.append(
-            f"config.json has num_experts_per_tok = {there.get('num_experts_per_tok')}: models/moe.py has only 1"
-        )
     if problems:
         raise ConfigError(*problems)
     fields: dict[str, Any] = {"normalize": bool(there.get("norm_topk_prob", False))}
-    fields |= {"balance": there.get("router_aux_loss_coef", BALANCE), **names.fields}
+    # transformers adds the loss only then, and most downloads have a coefficient without it.
+    balance = there.get("router_aux_loss_coef", BALANCE) if there.get("output_router_logits") else 0.0
+    fields |= {"balance": balance, **names.fields}
+    fields |= {"bias_rate": 0.0} if trained and "bias_rate" in fields else {}
     if names.shared:
-        fields["shared"] = there[names.shared] * (there[names.width] if names.shared == TIMES else 1)
-    if there.get("topk_method", "") in LIMITED and there.get("n_group", 1) > 1:
-        fields["groups"] = there["n_group"], there["topk_group"], LIMITED[there["topk_method"]]
+        fields["shared"] = (there[names.shared] or 0) * (there[names.width] if names.shared == TIMES else 1)
+    fields["groups"] = _groups(there, there[names.experts])
     if "swiglu_limit" in there:
         fields["clamp"] = there["swiglu_alpha"], there["swiglu_limit"]
     return MixtureConfig(
@@ -120,26 +123,45 @@ def mixture_of(there: Mapping[str, Any]) -> MixtureConfig | None:
     )  # fmt: skip
 
 
-def mixture_json(family: str, mixture: MixtureConfig) -> dict[str, Any]:
-    """Return what config.json has of a mixture."""
+def _groups(there: Mapping[str, Any], experts: int) -> tuple[int, int, int] | None:
+    """Read the groups that limit a token's experts, see `jzero.route`; None without them, or with one.
+
+    Raises:
+      ConfigError: no such method, or groups that do not fit the experts.
+    """
+    methods = METHODS.get(there["model_type"])
+    if methods is None or methods.get(there["topk_method"]) == 0:
+        return None
+    (count, kept), best = (
+        ((there.get(key) or 0) for key in ("n_group", "topk_group")),
+        methods.get(there["topk_method"]),
+    )
+    top_k, size = there["num_experts_per_tok"], experts // count if count and experts % count == 0 else 0
+    if best is None or not 1 <= kept <= count or kept * size < top_k or size < best:
+        raise ConfigError(
+            f"config.json has topk_method = {there['topk_method']!r}, n_group = {there.get('n_group')}, topk_group = "
+            f"{there.get('topk_group')}: must be {' or '.join(methods)}, a number of groups that divides the {experts} "
+            f"experts, and as many of them, at most n_group, as have the {top_k} of a token"
+        )
+    return (count, kept, best) if count > 1 else None
+
+
+def mixture_json(family: str, mixture: MixtureConfig, there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json has of a mixture; a download's own keys of its balance loss stay."""
     names = NAMES[family]
     content: dict[str, Any] = {
         names.experts: mixture.num_experts,
         EXPERTS: mixture.num_experts,
         "num_experts_per_tok": mixture.top_k,
         names.width: mixture.width,
-        "router_aux_loss_coef": mixture.balance,
-        "output_router_logits": False,
+        **({} if there else {"router_aux_loss_coef": mixture.balance, "output_router_logits": False}),
         **({names.shared: mixture.shared} if names.shared else {}),
     }
     if names.shared == TIMES:
         content |= {TIMES: mixture.shared // mixture.width, "routed_scaling_factor": mixture.scale}
-        method = {best: name for name, best in LIMITED.items()}[mixture.groups[2] if mixture.groups else 2]
-        if mixture.groups or mixture.score == "sigmoid":
-            groups = mixture.groups or (1, 1)
-            content |= {"n_group": groups[0], "topk_group": groups[1], "topk_method": method}
-        else:
-            content["topk_method"] = "greedy"
+        groups, methods = mixture.groups or (1, 1, 0), {best: name for name, best in METHODS[family].items()}
+        content["topk_method"] = method = methods.get(groups[2], next(iter(METHODS[family])))
+        content |= {"n_group": groups[0], "topk_group": groups[1]} if METHODS[family][method] else {}
     content |= {} if "normalize" in names.fields else {"norm_topk_prob": mixture.normalize}
     return content | dict(zip(("swiglu_alpha", "swiglu_limit"), mixture.clamp or (), strict=False))
 
@@ -173,7 +195,8 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
     router = f"{layer}{names.layer}.{names.router}"
     rows: list[dict[str, Any]] = [{"name": f"{router}.weight", "leaf": "stack/mlp/router/kernel", "transposed": True}]
     if mixture.bias_rate is not None:
-        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias"})
+        # Near 4, as in V3, bfloat16 rounds by up to 0.008: that changes the routing.
+        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "stack/mlp/bias", "state": True})
     if names.together:
         at, axes, wide = f"{layer}{names.layer}.experts", names.together, [c.num_experts, 2 * c.width]
         whole = {"transposed": axes, "reshape": [c.num_experts, d_model, 2 * c.width]}
@@ -192,7 +215,7 @@ def mixture_rows(family: str, mixture: MixtureConfig, d_model: int, layer: str) 
             rows.append({"name": name, "leaf": "stack/mlp/gate_up", **cut})
         cut = {"slices": [one], "transposed": [0, 2, 1], "reshape": shape[::-1]}
         rows.append({"name": down, "leaf": "stack/mlp/down", **cut})
-    if names.shared:
+    if names.shared and mixture.shared:
         name, width = f"{layer}{names.layer}.shared_expert{'s' * (names.shared == TIMES)}", mixture.shared
         for i, part in enumerate(names.parts[:2]):
             cut = {"slices": [[1, i, i + 1]], "transposed": [1, 2, 0], "reshape": [width, d_model]}

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv:2104.09864), and how their frequencies are stretched for long contexts.
+"""Rotary positions (Su et al., arXiv:2104.09864), and frequencies stretched for long contexts.
 
 Shape suffixes: B batch, S sequence, H heads, C width of a head, R rotated dimensions, the first ones of a head.
 """
@@ -23,7 +23,7 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those of pretraining.
+    """The stretch of rotary frequencies for contexts longer than those of pretraining.
 
     "linear" divides all by `factor` (Chen et al., arXiv:2306.15595). "llama3" divides those with fewer than `low` turns
     in `original` positions, keeps those with more than `high`, and interpolates between (Llama 3.1). "yarn" does so by

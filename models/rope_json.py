@@ -57,6 +57,10 @@ def _scaling(rope: Mapping[str, Any], there: Mapping[str, Any]) -> RopeScaling |
     found = {field: values[key] for field, key in SCALINGS[kind].items() if values.get(key) is not None}
     if kind == "dynamic":
         found["original"] = most
+    if rope.get("mscale_all_dim") and kind != "yarn":
+        raise ConfigError(
+            f"config.json has mscale_all_dim = {rope['mscale_all_dim']} with rope_type = {kind!r}: must be yarn"
+        )
     missing = [key for field, key in SCALINGS[kind].items() if field in ("short", "long", "original")]
     missing = [key for key in missing if not values.get(key)]
     if missing or (kind == "dynamic" and not most):
@@ -90,7 +94,7 @@ def rope_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any
         content["rope_parameters"] = {"full_attention": rope, "sliding_attention": _parameters(near, None)}
         content |= {"rope_local_base_freq": near} if absent["rope_local_base_freq"] else {}
     if c.download:
-        there = {**absent, **c.download.config}
+        there = {**absent, "rope_scaling": None, **c.download.config}  # a family's own goes back as numbers
         same = rope_of({"rope_theta": 10_000.0, **there}, c.local_theta is not None)
         if all(getattr(c, key) == value for key, value in same.items()):
             content |= {key: there[key] for key in ("rope_parameters", "rope_scaling") if there.get(key)}

@@ -31,7 +31,7 @@ class Routing:
     Attributes:
       experts: of each token, the one with the largest score first [B, S, k] int32.
       weights: of these experts' outputs in the sum [B, S, k] float32.
-      scores: of all experts [B, S, E] float32.
+      scores: of all experts, parts of their sum [B, S, E] float32.
       slots: the place of a token among those of its row that go to the same expert [B, S, k] int32; None: no capacity.
       capacity: the tokens of a row that an expert takes; those in later slots are dropped. None: all.
     """
@@ -108,6 +108,8 @@ def route(
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be zero
+    # For `balance_loss` (DeepSeek-V3, arXiv:2412.19437, eq. 18); those of a softmax sum to 1.
+    scores = scores if score == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
     if capacity_factor is None:
         return Routing(chosen, weights * scale, scores)
     capacity = min(_capacity(tokens * top_k / experts, capacity_factor, min_capacity), tokens)
@@ -185,7 +187,8 @@ def balanced_bias(bias: jax.Array, counts: jax.Array, rate: float = 1e-3) -> jax
     """
     if bias.ndim != 1 or bias.shape != counts.shape:
         raise bad_call("balanced_bias", f"bias {list(bias.shape)}, counts {list(counts.shape)}; both must be [E]")
-    return bias + rate * jnp.sign(counts.mean() - counts)
+    # Of whole numbers, since a mean in a fused multiply-add is not exact: an even load moves nothing.
+    return bias + rate * jnp.sign(counts.sum() - len(counts) * counts.astype(jnp.float32))
 
 
 def _chosen(routing: Routing) -> jax.Array:

@@ -59,7 +59,7 @@ def export(
       directory: the directory that was given to `save_checkpoint`.
       out: a new or empty directory.
       tag: of the checkpoint; default: the last.
-      dtype: "float32", "bfloat16" or "float16"; default: the widest that a stored parameter has.
+      dtype: "float32", "bfloat16" or "float16"; default: the widest that a stored parameter has. State keeps its own.
       max_shard_size: maximum size of a file; a single larger tensor still gets a file.
       adapters: write the adapters alone, in the format of `peft`.
 

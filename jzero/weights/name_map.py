@@ -17,6 +17,7 @@ tensors   A row with `{layer}` in its name describes one tensor per layer: `leaf
           nnx.MultiHeadAttention's query kernel [D, H, K] as torch's [H * K, D]: "transposed": [1, 2, 0],
           "reshape": [H * K, D]. A row whose name is null describes padding: a part of a leaf that no file has. Rows
           whose names end in [0], [1], ... describe one tensor: its parts along the first dimension, in this order.
+          `state`: true for what is not trained and keeps its dtype in files, such as a bias that moves by small steps.
 config    Written to config.json. Files whose config.json differs belong to another model, except for the keys in
           `may_differ`. Entries of nested dictionaries are compared individually too.
 download  Of a model that comes from one: {"config": what else is written to config.json, "directory": a path}. Its
@@ -56,7 +57,7 @@ from jzero.errors import ConfigError, some_of
 from jzero.tree import PyTree, named
 
 Box = tuple[slice, ...]  # part of an array: start and stop in every dimension
-KEYS = {"name", "leaf", "layers", "rows", "columns", "slices", "transposed", "reshape"}
+KEYS = {"name", "leaf", "layers", "rows", "columns", "slices", "transposed", "reshape", "state"}
 Range = tuple[int, int]
 Table = Mapping[str, Any]  # a `weights_layout()`, or one of its rows
 
@@ -88,6 +89,7 @@ class Tensor:
     layer: int | None = None
     ranges: tuple[Range, ...] = ()  # of the leaf, or of its layer
     axes: tuple[int, ...] = ()
+    state: bool = False
 
     @property
     def view(self) -> tuple[int, ...]:
@@ -247,7 +249,8 @@ def _read_row(row: Table, leaves: Mapping[str, ShapeDtype]) -> tuple[Tensor, ran
             f"weights_layout: {what} has transposed {transposed}, but {leaf} has {len(shape)} dimensions without "
             "the layers: true is for a matrix; otherwise list the axes, such as [1, 2, 0]"
         )
-    tensor, reshape = Tensor(name, leaf, (), dtype, None, ranges, axes), tuple(row.get("reshape") or ())
+    reshape = tuple(row.get("reshape") or ())
+    tensor = Tensor(name, leaf, (), dtype, None, ranges, axes, row.get("state", False))
     if reshape and prod(reshape) != prod(tensor.view):
         sizes = tuple(stop - start for start, stop in ranges)
         raise ConfigError(f"weights_layout: {what} has reshape {list(reshape)}, which {sizes} cannot take")
@@ -276,9 +279,12 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype | None:
 
 
 def with_dtype(some: Iterable[Tensor], dtype: np.dtype | None) -> list[Tensor]:
-    """Give all floating-point tensors one dtype, which is None only if there are none.
+    """Give all floating-point tensors but state one dtype, which is None only if there are none.
 
     A Hugging Face config.json has one dtype for all of a model's tensors, but frozen parameters are stored in the
     compute dtype and trained ones in that of the masters.
     """
-    return [dataclasses.replace(t, dtype=dtype) if dtype and jnp.issubdtype(t.dtype, jnp.floating) else t for t in some]
+    return [
+        dataclasses.replace(t, dtype=dtype) if dtype and not t.state and jnp.issubdtype(t.dtype, jnp.floating) else t
+        for t in some
+    ]

@@ -50,7 +50,7 @@ def save(
       step: its `TrainStep`.
       directory: made if it does not exist.
       filename: must end with .safetensors.
-      dtype: of the floating-point tensors.
+      dtype: of the floating-point tensors, but for those that the table calls state.
       adapters: write the adapters alone, with their adapter_config.json.
 
     Raises:
@@ -136,10 +136,10 @@ def gather_params(
     Args:
       params: by dotted name.
       mesh: of the parameters.
-      dtype: for floating-point parameters, cast before the gather so that fewer bytes move; None keeps theirs.
+      dtype: for floating-point parameters, cast before the gather so that fewer bytes move; None and state keep theirs.
     """
     for name, (leaf, x) in params.items():
-        to = dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        to = x.dtype if dtype is None or leaf.state or not jnp.issubdtype(x.dtype, jnp.floating) else dtype
         part = _part(leaf, mesh, to)
         for i in range(leaf.shape[0] if leaf.stacked else 1):
             values = np.asarray(part(x, jnp.int32(i)).addressable_data(0))

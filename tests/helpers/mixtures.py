@@ -48,9 +48,9 @@ def plain_experts(x, routing, up, down, activation=jax.nn.silu, glu=None, biases
 
 
 def plain_balance_loss(routing):
-    """E times the sum over the experts of (part of the tokens that chose it) x (its mean score)."""
-    part = routing.mask.sum(2).mean((0, 1))
-    return routing.scores.shape[-1] * (part * routing.scores.mean((0, 1))).sum()
+    """E times the sum over the experts of (part of the tokens that chose it) x (its mean part of the scores)."""
+    part, scores = routing.mask.sum(2).mean((0, 1)), routing.scores / routing.scores.sum(-1, keepdims=True)
+    return scores.shape[-1] * (part * scores.mean((0, 1))).sum()
 
 
 @contextmanager

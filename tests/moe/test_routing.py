@@ -53,6 +53,19 @@ def test_sigmoid_scores_and_a_scale():
     np.testing.assert_allclose(routing.weights, 2.5 * best / best.sum(-1, keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_the_balance_of_sigmoids(spread):
+    """Scores divided by their sum (arXiv:2412.19437, eq. 18): even ones give k, however large they are."""
+    routing = route(logits() * spread - 2, 2, score="sigmoid")
+    scores = 1 / (1 + np.exp(2 - spread * np.asarray(logits(), np.float64)))
+    shares = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[..., :2]
+    part = np.bincount(chosen.ravel(), minlength=6) / (3 * 12)
+    expected = 6 * (part * shares).sum()
+    assert (expected == pytest.approx(2)) == (spread == 0)
+    np.testing.assert_allclose(balance_loss(routing), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("best", [1, 2])
 def test_groups(best):
     """Of 12 experts in 4 groups a token's 3 are of the 2 groups with the largest sums of the best scores."""

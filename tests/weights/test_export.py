@@ -344,3 +344,23 @@ def test_sizes_and_ranges(tmp_path, saved, capsys):
     said = refused(capsys, tmp_path / "large", tmp_path / "out", "--dtype", "float16")
     assert "stack.w has values beyond the range of float16: jzero export --dtype bfloat16" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_bias_that_is_state_keeps_its_dtype(tmp_path):
+    """Near 4, bfloat16 would round away what balances the experts of a DeepSeek-V3; transformers keeps float32 too."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "vocab_size": 32, "kv_lora_rank": 8, "q_lora_rank": None, "v_head_dim": 4,
+             "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+             "num_experts_per_tok": 2, "first_k_dense_replace": 0}  # fmt: skip
+    config = config_from_hf({"model_type": "deepseek_v3", **shape})
+    made = engine(jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs)), stage=1, zero=2)
+    bias = (4 + 0.001 * np.arange(8, dtype="f4"))[None]
+    made.state.params["stack"]["mlp"]["bias"] = jax.device_put(bias, made.state.params["stack"]["mlp"]["bias"].sharding)
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    weights.export(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    made.save_16bit_model(tmp_path / "saved")
+    for directory in ("out", "saved"):
+        found = load_file(tmp_path / directory / "model.safetensors")
+        dtypes = {str(x.dtype) for name, x in found.items() if "correction_bias" not in name}
+        assert dtypes == {"bfloat16"}
+        np.testing.assert_array_equal(found["model.layers.0.mlp.gate.e_score_correction_bias"], bias[0])

@@ -1,6 +1,8 @@
 """Models against `transformers`, family by family: see the checks in hugging_face.py."""
 
+import dataclasses
 import json
+from functools import cache
 from itertools import product
 
 import jax
@@ -115,13 +117,14 @@ def test_the_text_decoder_of_a_llama_4_with_images(tmp_path):
     config = config_from_hf(tmp_path)
     assert (config, config.temperature, config.window) == (theirs.config, (0.5, 3), 5)
     jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, theirs.step), theirs.params)
-    with pytest.raises(jzero.ConfigError, match=r"num_experts_per_tok = 2: models/moe\.py has only 1"):
+    with pytest.raises(jzero.ConfigError, match=r"top_k = 2 \(num_experts_per_tok\): must be 1 with scale_inputs"):
         config_from_hf({**text, "num_experts_per_tok": 2})
 
 
 # ------------------------------------------------------------------------------------------- layouts, padding
 
 HALVES = {"gradient_accumulation_steps": 2}
+BATCH_OF_4 = {"inputs": TOKENS.reshape(4, 13)[:, :-1], "labels": TOKENS.reshape(4, 13)[:, 1:]}
 LAYOUTS = {
     "zero3": {"stage": 3, "zero": 2},
     "tensor": {"tensor": 2},
@@ -149,6 +152,51 @@ def test_layouts(name, layout):
     loss = jax.tree.leaves(loss, is_leaf=lambda x: isinstance(x, jzero.Mean))[0]  # not a mixture's metrics and state
     _, metrics = step(step.init(jax.random.key(0), params), batch)
     np.testing.assert_allclose(metrics["loss"], loss.sum / loss.count, rtol=1e-6)
+
+
+@cache
+def two_steps(parts=1, **axes):
+    """The losses of two steps of a DeepSeek-V3 whose bias moves, and the bias after each [2, layers, experts]."""
+    made, more = pair("deepseek_v3"), {"train_batch_size": 4, "gradient_accumulation_steps": parts}
+    changes = {"pad_vocab_to": 16, "mixture": dataclasses.replace(made.config.mixture, bias_rate=0.01)}
+    step = step_from("deepseek_v3", changes, stage=1, more=more, **axes)
+    state, losses, biases = step.init(jax.random.key(0), weights.load(made.directory, step)), [], []
+    for _ in range(2):
+        state, metrics = step(state, BATCH_OF_4)
+        losses.append(float(metrics["loss"]))
+        biases.append(np.asarray(state.params["stack"]["mlp"]["bias"]))
+    return losses, np.array(biases)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_bias_that_moves(parts):
+    """By the tokens that transformers' routers send to each expert, once a micro-batch."""
+    made, counts = torch_model("deepseek_v3"), {}
+    layers = [layer.mlp for layer in made.model.layers[1:]]
+    for i, layer in enumerate(layers):
+        layer.experts.register_forward_pre_hook(
+            lambda _, given, i=i: counts.update({i: np.bincount(given[1].ravel(), minlength=6)})
+        )
+    for rows in np.split(BATCH_OF_4["inputs"], parts):
+        torch_logits(made, input_ids=torch.tensor(rows))
+        for i, layer in enumerate(layers):
+            move = 0.01 * np.sign(counts[i].mean() - counts[i])
+            layer.gate.e_score_correction_bias += torch.tensor(move, dtype=torch.float32)
+    expected = np.array([layer.gate.e_score_correction_bias.numpy() for layer in layers])
+    np.testing.assert_allclose(two_steps(parts)[1][0], expected, atol=1e-6)
+
+
+SPREAD = [{"expert": 2}, {"tensor": 2}, {"pipe": 2}]
+
+
+@pytest.mark.parametrize("axes", keep(SPREAD, SPREAD[:1]), ids=str)
+def test_a_bias_that_moves_on_every_layout(axes):
+    """Losses and biases of two steps, the second of which sees what the first has changed."""
+    parts = 2 if "pipe" in axes else 1
+    (found, bias), (losses, expected) = two_steps(parts, **axes), two_steps(parts)
+    assert (bias[0] != bias[1]).any()
+    np.testing.assert_allclose(found, losses, rtol=2e-6)
+    np.testing.assert_array_equal(bias, expected)
 
 
 @pytest.mark.parametrize("layout", keep(["zero3", "pipe", "tensor"], ["tensor"]))

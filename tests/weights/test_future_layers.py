@@ -118,6 +118,15 @@ def test_layers_that_are_left_out(tmp_path):
     assert any("num_nextn_predict_layers = 2: these layers are left out" in line for line in notes)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_export_says_which_layers_it_has(ahead):
+    """A reader would look for the tensors of layers that were left out."""
+    config = config_from_hf(pair("deepseek_v3").directory, future_layers=ahead)
+    assert config.download.config["num_nextn_predict_layers"] == 1
+    table = step_of(config).model.weights_layout()
+    assert {**table["download"]["config"], **table["config"]}["num_nextn_predict_layers"] == ahead
+
+
 LAYOUTS = [{"pipe": 2, "stage": 1}, {"tensor": 2}, {"stage": 3, "zero": 2}]
 
 

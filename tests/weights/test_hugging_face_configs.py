@@ -1,6 +1,7 @@
 """The configs, names and files of transformers, also of its former versions; mistakes are errors that name the fix."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ from models.decoder import Decoder
 from models.downloads import IDS
 from models.lora import LoRAConfig
 from models.named import find_model
+from models.rope import frequencies
 
 TINY = {**DECODER, "model_type": "llama"}
 
@@ -120,6 +122,69 @@ def test_a_mixture_that_transformers_lacks():
         decoder(config_from_hf(TINY, family="lama")).weights_layout()
 
 
+@pytest.mark.parametrize(("asked", "balance"), [(None, 0.0), (False, 0.0), (True, 0.9)])
+def test_the_balance_loss_of_a_download(asked, balance):
+    """Of GPT-OSS: 0.9 without `output_router_logits`, where transformers adds no loss."""
+    there = {**TINY, "model_type": "gpt_oss", "router_aux_loss_coef": 0.9, "output_router_logits": asked}
+    config = config_from_hf(there)
+    assert config.mixture.balance == balance
+    table = decoder(config).weights_layout()
+    assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
+    assert config_from_hf({**there, "model_type": "llama4_text", "num_experts_per_tok": 1}).mixture.balance == 0.0
+
+
+ROPES = {
+    "none": {}, "null": {"rope_scaling": None},
+    "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0}},
+    "old yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+    "new yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0, "factor": 8.0,
+                                     "original_max_position_embeddings": 64}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_rope_of_gpt_oss(name):
+    """Without keys it is YaRN, in the default of transformers' class."""
+    there = {**TINY, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8}
+    config = config_from_hf({**there, **ROPES[name]})
+    theirs = transformers.GptOssConfig(**{key: x for key, x in there.items() if key != "model_type"}, **ROPES[name])
+    rope = transformers.models.gpt_oss.modeling_gpt_oss.GptOssRotaryEmbedding(theirs)
+    found = frequencies(8, config.rope_theta, config.rope_scaling, 16)
+    np.testing.assert_allclose(found.frequency, rope.inv_freq.numpy(), rtol=1e-6)
+    assert found.magnitude == pytest.approx(rope.attention_scaling)
+    table = decoder(config).weights_layout()
+    written = {**table["download"]["config"], **table["config"]}
+    assert config_from_hf(written) == config
+    rope = transformers.models.gpt_oss.modeling_gpt_oss.GptOssRotaryEmbedding(transformers.GptOssConfig(**written))
+    np.testing.assert_allclose(found.frequency, rope.inv_freq.numpy(), rtol=1e-6)
+
+
+def test_the_bias_of_a_download_stays(tmp_path):
+    """One of trained experts is as it should be; from scratch it moves as in the pretraining of DeepSeek-V3."""
+    there = {**TINY, "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(there))
+    assert [config_from_hf(source).mixture.bias_rate for source in (tmp_path, there)] == [0.0, 0.001]
+    assert config_from_hf({**there, "model_type": "deepseek_v2", "num_experts_per_tok": 2}).mixture.bias_rate is None
+
+
+LEFT_OUT = {"attention_dropout": 0.1, "aux_loss_alpha": 0.001, "seq_aux": True}
+
+
+def test_what_is_left_out_is_reported():
+    there = {**TINY, "model_type": "deepseek_v2", "num_experts_per_tok": 2}
+    notes = {
+        key: decoder(config_from_hf({**there, key: x})).report_notes(np.dtype("f4")) for key, x in LEFT_OUT.items()
+    }
+    plain = decoder(config_from_hf(there)).report_notes(np.dtype("f4"))
+    assert notes["seq_aux"] == plain
+    for key in ("attention_dropout", "aux_loss_alpha"):
+        assert any(line.startswith(f"{key} = {LEFT_OUT[key]}: ") for line in notes[key])
+    assert not any(
+        " = " in line
+        for line in decoder(config_from_hf({**there, "attention_dropout": 0.0})).report_notes(np.dtype("f4"))
+    )
+
+
 def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
     """Shape and weights come from the files that are there; nothing is downloaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -136,6 +201,38 @@ def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- mistakes
+
+DEEPSEEK = {**TINY, "model_type": "deepseek_v3", "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4}
+GROUPS = (
+    {"topk_method": "foo"}, {"n_group": 5}, {"topk_group": None, "n_group": 3}, {"topk_group": 5}, {"topk_group": 0},
+    {"num_experts_per_tok": 9, "topk_group": 2}, {"n_group": 12}, {"topk_method": "greedy"},
+    {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
+    {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "topk_group": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", GROUPS, ids=str)
+def test_groups_of_experts_that_do_not_fit(change):
+    """Of DeepSeek-V2 and V3: one error that names the three keys and what is allowed."""
+    there = {**DEEPSEEK, "topk_method": "noaux_tc", "topk_group": 2, **change}
+    allowed = "noaux_tc" if there["model_type"] == "deepseek_v3" else "greedy or group_limited_greedy"
+    words = (
+        f"topk_method = '{there['topk_method']}', n_group = {there['n_group']}, topk_group = .*: must be {allowed}, a"
+    )
+    with pytest.raises(jzero.ConfigError, match=words):
+        config_from_hf(there)
+
+
+@pytest.mark.parametrize("count", [0, None])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_no_shared_experts(family, count):
+    there = {**DEEPSEEK, "model_type": family, "topk_group": 2, "n_shared_experts": count}
+    config = config_from_hf(there)
+    assert config.mixture.shared == 0
+    table = step_of(config).model.weights_layout()
+    assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
+    assert not any("shared" in (row["name"] or "") for row in table["tensors"])
+
 
 SMALL_GPT = gpt2.GPT2Config(2, 32, 4, 48, vocab_size=V, max_positions=8)
 SMALL_VIT = vit.ViTConfig(2, 32, 4, 48, image_size=8, patch_size=4)
@@ -160,6 +257,14 @@ CONFIGS = {
     "yarn": (
         lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         "has no original_max_position_embeddings for yarn",
+    ),
+    "mscale": (
+        lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}),
+        "mscale_all_dim = 1.0 with rope_type = 'linear': must be yarn",
+    ),
+    "latents rotated in part": (
+        lambda: config_from_hf(TINY | {"model_type": "deepseek_v3", "partial_rotary_factor": 0.5}),
+        "latent attention has no partial_rotary; leave them out",
     ),
     "qwen2_vl": (
         lambda: config_from_hf({"model_type": "qwen2_vl"}),
