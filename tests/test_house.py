@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49728,
+    "lines": 49746,
     "files": 271,
-    "statements": 29202,
+    "statements": 29213,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,
