@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 from jobs import QUICK, Command
 
+from jzero.distributed import host_collectives
+
 pytestmark = pytest.mark.processes
 
 PROGRAM = '''
@@ -157,3 +159,12 @@ def test_two_processes_compute_what_one_does(tmp_path):
         for mine, plain in zip(json.loads(line), expected, strict=True):
             assert mine.keys() == plain.keys()
             np.testing.assert_allclose(list(mine.values()), list(plain.values()), rtol=1e-5, atol=1e-7)
+
+
+def test_an_error_of_any_type_is_shared(monkeypatch):
+    """Before it is raised: the other processes would wait for this one."""
+    told = []
+    monkeypatch.setattr(host_collectives, "share_problem", lambda *problem: told.append(problem))
+    with pytest.raises(KeyError):
+        host_collectives.run_on_all("reading", lambda: {}["a"])
+    assert told == [("reading", "lasting:reading: process 0: KeyError: 'a'")]
