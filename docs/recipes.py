@@ -6,6 +6,7 @@ search over their micro-batch and recomputation takes what is more than 5 % fast
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -25,8 +26,6 @@ from jzero.planner.search import search_configs
 from jzero.recipes.recipe_table import COLUMNS, FILE, PRICE, Recipe, cells, load_recipes
 
 PATH = Path(__file__).parent.parent / "jzero/recipes" / FILE
-
-
 FASTER = 1.05  # what a search finds replaces a recipe from here on
 
 
@@ -64,7 +63,8 @@ def searched(recipe: Recipe) -> Recipe:
     """Search for a faster micro-batch and recomputation; return the recipe with what it found, and the day.
 
     The ZeRO stage, the mesh and the global batch stay. The candidates are compiled with a scanned stack, a minute each
-    instead of up to five, which ranks them as the unrolled one does; the winner is compiled as the recipe has it.
+    instead of up to five; that it ranks them as the unrolled one does is assumed. The winner is compiled as the recipe
+    has it.
     """
     kept = {key: value for key, value in recipe.config.items() if key not in (MICRO, "activation_checkpointing")}
     cluster = Cluster(recipe.gpu, recipe.nodes, recipe.gpus_per_node)
@@ -78,8 +78,9 @@ def searched(recipe: Recipe) -> Recipe:
     return recipe._replace(searched=date.today().isoformat())
 
 
-def main(names: list[str], change: Callable[[Recipe], Recipe | None]) -> None:
+def main(words: list[str]) -> None:
     recipes = load_recipes()
+    names, change = parse(words, [recipe.name for recipe in recipes])
     for i, recipe in enumerate(recipes):
         if recipe.name in names:
             made = change(recipe)
@@ -90,6 +91,15 @@ def main(names: list[str], change: Callable[[Recipe], Recipe | None]) -> None:
     generated_part.write(__file__, generated())
 
 
+def parse(words: list[str], known: list[str]) -> tuple[list[str], Callable[[Recipe], Recipe | None]]:
+    """Return the names of recipes in a command's words, and what changes these recipes."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    ways = parser.add_mutually_exclusive_group()
+    for option in ("--plan", "--search"):
+        ways.add_argument(option, nargs="+", choices=known, default=[], metavar="NAME")
+    args = parser.parse_args(words)
+    return args.plan or args.search, searched if args.search else planned
+
+
 if __name__ == "__main__":
-    option, *names = sys.argv[1:] or [""]
-    main(names, searched if option == "--search" else planned)
+    main(sys.argv[1:])

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49736,
+    "lines": 49755,
     "files": 271,
-    "statements": 29204,
+    "statements": 29216,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

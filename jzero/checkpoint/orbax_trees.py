@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jzero.distributed.host_collectives import check_same, read_on_all, run_on_a
 from jzero.errors import ConfigError, some_of
 from jzero.model import ENDS, STACK
 from jzero.tree import PyTree, differences, named, path_name
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import ArrayRestoreArgs
 
 T = TypeVar("T")
 ORBAX_FILE = "orbax/checkpoint/"
@@ -74,12 +77,12 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(leaves), sep="/")
 
 
-def read_arrays(path: Path, saved: PyTree, wanted: Mapping) -> dict[str, jax.Array]:
+def read_arrays(path: Path, saved: PyTree, wanted: Mapping[str, ArrayRestoreArgs]) -> dict[str, jax.Array]:
     """Read the leaves of these names, each device its own part.
 
     Args:
       saved: the tree on the disk, with any leaves.
-      wanted: name -> Orbax's `ArrayRestoreArgs`.
+      wanted: by name.
     """
     ocp = import_orbax()
 

@@ -138,7 +138,7 @@ FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
     option("--config FILE", "sections of a config that replace the chosen ones"),
     option("--seed N", "default 0", type=int),
 ]
-MODEL = "a directory of transformers, a hub id in the local cache, or a shape by name: qwen3-8b, llama:tiny, ..."
+MODEL = "a directory of transformers; a hub id in the local cache; a shape by name: qwen3-8b, llama:tiny, ..."
 OTHERS = {
     "finetune": Command(
         "Tune a model on a file, and write a directory that transformers and vLLM load. Every choice is printed with "
@@ -179,7 +179,7 @@ OTHERS = {
             option("config CONFIG", "a config file"),
             option(
                 "--model NAME",
-                f"{MODEL}, or package.module:function, which returns a model, or it and a function from the global "
+                f"{MODEL}; package.module:function, which returns a model, alone or with a function from the global "
                 "batch size to the batch's shapes (default llama:8b)",
                 default="llama:8b",
             ),
@@ -236,7 +236,7 @@ OTHERS = {
         [
             option("directory DIR", "DeepSpeed's save_checkpoint's directory"),
             option("out OUT", "the directory of the new checkpoint", nargs="?"),
-            option("--model NAME", f"{MODEL}, or package.module:function", required=True),
+            option("--model NAME", f"{MODEL}; package.module:function", required=True),
             option("--config FILE", "default: the checkpoint's own"),
             option("--tag TAG", "the checkpoint in DIR (default: the latest)"),
             option("--names", "print the names and shapes of both sides, and propose"),

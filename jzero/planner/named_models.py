@@ -49,10 +49,21 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     found = _changed_model(name, changes)
     if found.kind == "vit":
         raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
-    shape = found.shape
-    if found.directory is None and 0 < getattr(shape, "max_positions", 0) < sequence:
-        shape = dataclasses.replace(shape, max_positions=sequence)
-    return from_flax(lambda rngs: found.module(shape, rngs=rngs)), tokens(sequence)
+    if found.directory is None and 0 < getattr(found.shape, "max_positions", 0) < sequence:
+        found = found._replace(shape=dataclasses.replace(found.shape, max_positions=sequence))
+    return _made(found), tokens(sequence)
+
+
+def model_alone(name: str) -> Model:
+    """Return the model of a name for `named_model`, without a batch: one of images, too."""
+    if not _is_own(name):
+        return _made(_changed_model(name, ()))
+    made = _call(name)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _made(found: FoundModel) -> Model:
+    return from_flax(lambda rngs: found.module(found.shape, rngs=rngs))
 
 
 def about(name: str, changes: Sequence[str] = ()) -> str:

@@ -160,7 +160,7 @@ def _by_formula(plan: PlanFacts) -> Iterator[str]:
             f"activations and temporaries alone take {size_text(rest)}: take a smaller micro-batch or sequence, or "
             f'another activation_checkpointing.policy than "{policy}"'
         )
-    excluded = []
+    tried, excluded = [], []
     for times in (2**i for i in range(MOST_DOUBLINGS + 1)):
         devices, sharded = described_gpus(name, plan.gpus * times, per_host=plan.gpus_per_node), over_zero(step, times)
         try:
@@ -168,12 +168,14 @@ def _by_formula(plan: PlanFacts) -> Iterator[str]:
         except ConfigError:  # a batch size or mesh of the config that this number of GPUs does not divide
             excluded.append(plan.gpus * times)
             continue
+        tried.append(plan.gpus * times)
         for stage, found in stages.items():
             if stage >= step.config.zero_optimization.stage and found.total + rest <= most:
                 on = f" with {keys_as_json(sharded)}" if sharded else ""
                 yield f"ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would fit, by the formula"
-    apart = f", apart from {either(excluded)}, which the config's batch sizes or mesh exclude" if excluded else ""
-    yield f"no ZeRO stage on up to {plan.gpus * 2**MOST_DOUBLINGS} of these GPUs would fit, by the formula{apart}"
+    numbers = ", ".join(map(str, excluded))
+    apart = f"; not tried: {numbers}, which the config's batch sizes or mesh exclude" if excluded else ""
+    yield f"no ZeRO stage on {either(tried)} of these GPUs would fit, by the formula{apart}"
 
 
 def _given(step: TrainStep) -> dict[str, Any]:

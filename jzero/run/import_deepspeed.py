@@ -18,7 +18,7 @@ from jzero.deepspeed.import_run import BATCH, deepspeed_batch, pair_tensors
 from jzero.deepspeed.zero_shards import DeepSpeedState, read_deepspeed
 from jzero.display.text_table import text_table
 from jzero.errors import ConfigError, in_a_line
-from jzero.planner.named_models import named_model
+from jzero.planner.named_models import model_alone
 from jzero.run import progress
 from jzero.run.restore import plan_restore
 from jzero.step.train_step import TrainStep, make_train_step
@@ -39,7 +39,7 @@ def main(args: Namespace) -> int:
             f"{args.directory} is no checkpoint of DeepSpeed: pass the directory given to save_checkpoint"
         )
     stored = read_deepspeed(path)
-    step = make_train_step(named_model(args.model, 1)[0], _config(stored, args.config))
+    step = make_train_step(model_alone(args.model), _config(stored, args.config))
     rename = _read_rename(args.rename) if args.rename else None
     if args.names:
         text, differ = compare_names(stored, step, rename)

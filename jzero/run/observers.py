@@ -135,7 +135,7 @@ class Observers:
         curriculum: Curriculum | None = None,
     ):  # fmt: skip
         self._step, self._curriculum, self._has_stepped = weakref.ref(step), curriculum, False
-        self._config, self._devices = config, _ = step.config, step.mesh.size
+        self._config, self._devices = config, _ = step.config, [*step.mesh.devices.flat]
         self.profiles = Profiles(config)
         self.lines, self.curves = Lines(config, step.setup.optimizer.schedule), Curves(config)
         self.timer, self.completed = Timer(config, self.lines, self.profiles), CompletedSteps()

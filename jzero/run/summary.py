@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
 from jzero.config import Config
 from jzero.errors import escaped
 from jzero.ledger.goodput import duration
@@ -21,7 +23,7 @@ COMMUNICATION = 0.25  # of a step on the device: collectives that no computation
 LEAST = 60.0  # seconds of steps: shorter runs tell little
 MOST = 3  # settings
 
-Applies = Callable[[Config], bool]
+Applies = Callable[[Config, str], bool]  # of the config, on this platform
 
 
 class Bound(NamedTuple):
@@ -32,16 +34,17 @@ class Bound(NamedTuple):
     settings: tuple[tuple[Applies, str], ...]
 
 
-def _always(config: Config) -> bool:
+def _always(config: Config, platform: str) -> bool:
     return True
 
 
 def _stage(*stages: int) -> Applies:
-    return lambda config: config.zero_optimization.stage in stages
+    return lambda config, _: config.zero_optimization.stage in stages
 
 
 MICRO = (_always, "a larger train_micro_batch_size_per_gpu, while the memory lasts")
-BF16 = (lambda config: config.precision == "fp32", "bf16.enabled: true, on GPUs")
+# CPUs compute more slowly in bf16.
+BF16 = (lambda config, platform: config.precision == "fp32" and platform != "cpu", "bf16.enabled: true")
 
 # Parts of the clock in which the devices wait -> the rule.
 WAITED = {
@@ -70,15 +73,15 @@ COMMUNICATES = Bound("communication-bound", "collectives that no computation hid
 ))  # fmt: skip
 COMPUTES = Bound("compute-bound", "the devices computed", (
     BF16,
-    (lambda c: c.activation_checkpointing is not None and c.activation_checkpointing.kind == "full",
+    (lambda c, _: c.activation_checkpointing is not None and c.activation_checkpointing.kind == "full",
      'activation_checkpointing.policy: "matmuls", which recomputes less'),
-    (lambda c: c.mesh.pipe > 1, "more gradient_accumulation_steps: a smaller bubble of the pipeline"),
+    (lambda c, _: c.mesh.pipe > 1, "more gradient_accumulation_steps: a smaller bubble of the pipeline"),
     MICRO,
 ))  # fmt: skip
 
 
 def name_bottleneck(
-    seconds: Mapping[str, float], config: Config, devices: int, profiled: DeviceTimes | None = None
+    seconds: Mapping[str, float], config: Config, devices: Sequence[jax.Device], profiled: DeviceTimes | None = None
 ) -> list[str]:
     """Name what bound a run, in a line, and the settings to try, in another.
 
@@ -91,7 +94,7 @@ def name_bottleneck(
       The lines; none for less than a minute of steps.
 
     >>> config = Config.load({"train_batch_size": 8})
-    >>> for line in name_bottleneck({"data": 40.0, "device": 55.0, "host": 5.0}, config, 8):
+    >>> for line in name_bottleneck({"data": 40.0, "device": 55.0, "host": 5.0}, config, jax.devices()):
     ...     print(line[:75])
     data-bound: the devices waited for data, 40% of the time of the steps
     try training_data in jzero.initialize, which a thread reads ahead, instead
@@ -108,10 +111,10 @@ def name_bottleneck(
             communicates = profiled.parts.get(COLLECTIVES, 0.0) / step
             if communicates >= COMMUNICATION:
                 rule, share, of = COMMUNICATES, communicates, "a profiled step"
-        elif devices > 1:
+        elif len(devices) > 1:
             return [f"device-bound: the devices worked, {share:.0%} of {of}; wall_clock_breakdown separates "
                     "computation from communication"]  # fmt: skip
-    settings = [text for applies, text in rule.settings if applies(config)][:MOST]
+    settings = [text for applies, text in rule.settings if applies(config, devices[0].platform)][:MOST]
     return [f"{rule.name}: {rule.about}, {share:.0%} of {of}", f"try {'; or '.join(settings)}"]
 
 
@@ -149,9 +152,9 @@ class Summary(NamedTuple):
     @classmethod
     def of(
         cls, clock: Clock, completed: CompletedSteps, files: Mapping[str, str], ledger: Recorder, config: Config,
-        devices: int, profiled: DeviceTimes | None,
+        devices: Sequence[jax.Device], profiled: DeviceTimes | None,
     ) -> Summary:  # fmt: skip
-        """Sum up a run on so many devices; `profiled` is the time of a step's parts on one, if that is known."""
+        """Sum up a run on these devices; `profiled` is the time of a step's parts on one, if that is known."""
         seconds = clock.total
         return cls(
             seconds, completed.totals, completed.training_speed(seconds), completed.metrics, files, clock.cached,

@@ -50,6 +50,16 @@ def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, here):
     assert main([*arguments, "--rename", str(proposal)]) == 0
 
 
+def test_a_model_of_images(runs_of_deepspeed, tmp_path, capsys):
+    """The command asks for no batch, which only a plan makes of tokens."""
+    config = {"model_type": "vit", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
+              "intermediate_size": 64, "image_size": 16, "patch_size": 4, "num_channels": 3}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    directory = runs_of_deepspeed / "mlp-1-fp32" / "ckpt"
+    assert main(["import", str(directory), "--names", "--model", str(tmp_path)]) == 1
+    assert "fc1.weight" in capsys.readouterr().out
+
+
 def test_a_proposal_keeps_a_layers_tensors_together(runs_of_deepspeed):
     """The two biases of 7 have one shape; each is in a layer with another weight, so its shape alone is no proposal."""
     stored = read_deepspeed(runs_of_deepspeed / "mlp-1-fp32" / "ckpt" / "global_step20")

@@ -259,7 +259,8 @@ def test_a_chinese_page_mirrors_the_english_one(page):
         tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
         links = [TRANSLATIONS.get(path, path) / anchor for path, anchor in link_targets(page, without_blocks)]
         to_others = [link for link in links if link != TRANSLATIONS.get(page, page)]
-        code = sorted(re.findall(r"`[^`]+`", without_blocks))  # names and commands, whose order the language chooses
+        sections = re.split(r"^#+ ", without_blocks, flags=re.M)
+        code = [sorted(re.findall(r"`[^`]+`", part)) for part in sections]  # the language chooses the order of names
         return headings, tables, to_others, code, [b[:3] for b in blocks(page) if text.count("\n") >= b.line]
 
     assert len(TRANSLATIONS) == 6

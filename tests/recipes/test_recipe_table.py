@@ -66,6 +66,28 @@ def test_a_search_finds_none_more_than_5_percent_faster(recipe, monkeypatch):
     assert importlib.import_module("recipes").searched(recipe).config == recipe.config
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--serch", RECIPES[0].name], "unrecognized arguments: --serch"),
+        ([RECIPES[0].name], "unrecognized arguments"),
+        (["--plan", RECIPES[0].name, "nosuch"], "argument --plan: invalid choice: 'nosuch'"),
+        (["--search"], "argument --search: expected at least one argument"),
+        (["--plan", RECIPES[0].name, "--search", RECIPES[0].name], "not allowed with argument --plan"),
+    ],
+)
+def test_the_script_refuses_what_it_does_not_know(words, problem, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    script = importlib.import_module("recipes")
+    known = [recipe.name for recipe in RECIPES]
+    assert script.parse(["--search", known[1]], known) == ([known[1]], script.searched)
+    assert script.parse([], known)[0] == []
+    with pytest.raises(SystemExit) as ended:
+        script.parse(words, known)
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
 def test_the_table_has_every_size_and_every_number_of_gpus():
     assert {recipe.gpus for recipe in RECIPES} == {1, 2, 8, 16, 64}
     tuned = {recipe.model for recipe in RECIPES if recipe.method != "pretrain"}
