@@ -139,7 +139,7 @@ class Config(Settings):
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """The keys given as "auto".
+        """The keys given as "auto", and the micro-batch if "auto" decides it.
 
         They take the Hugging Face Trainer's default (`values.parameters`), or jzero's where that has none. The model
         and the devices decide `bf16.enabled` and `fp16.enabled`, see `jzero.precision`.

@@ -94,6 +94,7 @@ def screen(given: Mapping[str, Any]) -> Screened:
         data["zero_optimization"] = {"stage": int(stage)}
     if set(found.autos) & {TRAIN, MICRO} and not {TRAIN, MICRO} & set(data):
         data[MICRO] = MICRO_BATCH
+        found.autos = list(dict.fromkeys([*found.autos, MICRO]))
     found.notes.extend(rename(data))
     found.notes.extend(translate(data, found.autos))
     _read_section("", data, found)

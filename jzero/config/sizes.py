@@ -1,12 +1,17 @@
 """Arithmetic: the three batch sizes for a number of replicas, the degrees of the mesh axes for a number of devices."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jzero.config.sections import Settings
 from jzero.errors import ConfigError
 from jzero.values.kinds import either
+
+if TYPE_CHECKING:
+    from jzero.config.config import Config
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH
@@ -29,7 +34,7 @@ class BatchSizes(NamedTuple):
     inferred: str
 
 
-def batch(s: Settings, replicas: int, former: Mapping[str, Any] | None = None) -> BatchSizes:
+def batch(s: Config, replicas: int, former: Mapping[str, Any] | None = None) -> BatchSizes:
     """Resolve the batch sizes, see `Config.batch`.
 
     Any two sizes determine the third; one alone means one accumulation step. Integer divisions below may leave a
@@ -68,18 +73,20 @@ def given(s: Settings) -> list[int | None]:
     return [getattr(s, key) for key in BATCH]
 
 
-def keep_global_batch(s: Settings, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
+def keep_global_batch(s: Config, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
     """Keep the global batch of the run that resumes, by accumulation; None if the config's own sizes count.
 
     Learning rate and schedule were tuned for that global batch, and more or fewer replicas are no reason to change it.
-    A config that the user has edited is.
+    A config that the user has edited is. An "auto" micro-batch is none, and becomes the checkpoint's.
     """
-    train, own, micro = former["train"], s.train_batch_size, s.train_micro_batch_size_per_gpu
+    train, own, micro, accum = former["train"], *given(s)
     if own not in (None, train) or not (own or micro):
         return None
-    if former.get("given") != given(s) and (own or former["replicas"] == replicas):
-        return None  # the user edited the sizes
-    micro = micro or former["micro"]
+    then, auto = former.get("given"), MICRO in s.autos
+    edited = accum not in (None, then and then[2]) if auto else then != given(s)
+    if edited and (own or former["replicas"] == replicas):
+        return None
+    micro = math.gcd(former["micro"], train // replicas) if auto else micro or former["micro"]
     if train % (micro * replicas) == 0:
         return _sizes(s, train, micro, train // (micro * replicas))
     if own:

@@ -36,7 +36,7 @@ MOMENTS = {
     "mu": ("exp_avg",), "nu": ("exp_avg_sq",), "trace": ("momentum_buffer",), "sum_of_squares": ("sum", "exp_avg_sq")
 }  # fmt: skip
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-WEIGHTS_ALONE = "has weights alone: optimizer, learning rate, loss scale and counters begin as in a new run"
+WEIGHTS_ALONE = "has weights alone: optimizer, learning rate, loss scale and counters stay as they are in this engine"
 WEIGHT = re.compile(r"(^|\.)(kernel|scale|embedding)$")
 # What DeepSpeed writes into model states; the rest is the caller's client_state.
 OWN = {
@@ -198,8 +198,9 @@ def match_tensors(stored: DeepSpeedState, step: TrainStep, rename: Rename | None
     found, theirs = pair_tensors(stored, step, rename)
     wanted = [tensor for some in found.values() for tensor in some]
     if problems := misfits(theirs, wanted):
+        of_jzero = "; weights that jzero wrote are read with engine.load_weights(DIRECTORY)" * stored.weights_alone
         raise ConfigError(
-            f"{stored.path} belongs to another model: {some_of(problems)}; jzero import {stored.path} --names --model "
+            f"{stored.path} belongs to another model: {some_of(problems)}{of_jzero}; jzero import {stored.path} --names --model "
             "MODULE:FUNCTION prints the names and shapes of both; rename={regular expression: replacement} turns ours "
             "into DeepSpeed's"
         )
@@ -282,14 +283,24 @@ def _notes(stored: DeepSpeedState, step: TrainStep) -> dict[str, Any]:
 
 
 def deepspeed_batch(model: Mapping[str, Pickled], config: Mapping[str, Pickled]) -> dict[str, Pickled]:
-    """Return the batch sizes of DeepSpeed's run, as an engine's notes have them; {} if the files do not say."""
-    given, replicas = [config.get(key) for key in BATCH], model.get("dp_world_size", 0)
-    if not all(type(n) is int and 0 < n < 2**31 for n in (replicas, *given) if n is not None):
+    """Return the batch sizes of DeepSpeed's run, as an engine's notes have them; {} if the files do not say.
+
+    `dp_world_size` counts the devices of a sequence too, which DeepSpeed's batch does not. With `data_parallel_size`
+    in the config it is the replicas alone; of a caller's `mpu` the files say nothing, but the count of samples does.
+    Source: deepspeed/__init__.py, runtime/config.py and runtime/engine.py of DeepSpeed 0.19.8.
+    """
+    given, world = [config.get(key) for key in BATCH], model.get("dp_world_size") or 0
+    sequence = 1 if "data_parallel_size" in config else config.get("sequence_parallel_size", 1)
+    sizes = [world, sequence, *(n for n in given if n is not None)]
+    if not all(type(n) is int and 0 < n < 2**31 for n in sizes) or world % sequence:
         return {}
     train, micro, accum = given
+    replicas = world // sequence
     accum = accum or (train // (micro * replicas) if train and micro else 1)
-    micro = micro or (train or 0) // (accum * replicas)
-    return {"train": micro * accum * replicas, "micro": micro, "replicas": replicas, "given": given} if micro else {}
+    micro = micro or (train // (accum * replicas) if train and accum else 0)
+    product = micro * accum * replicas
+    says = product == train if train else product * model["global_steps"] == model["global_samples"]
+    return {"train": product, "micro": micro, "replicas": replicas, "given": given} if product and says else {}
 
 
 def _is_json(x: Pickled, budget: list[int]) -> bool:

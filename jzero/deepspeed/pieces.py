@@ -31,6 +31,33 @@ def cut_pieces(tensors: Sequence[TorchTensor], start: int, size: int) -> list[To
     return found
 
 
+def cut_group(
+    parts: Sequence[TorchTensor], masters: Sequence[TorchTensor], spans: Sequence[tuple[int, int]]
+) -> list[list[TorchTensor]]:
+    """Return the pieces of each parameter of a group, which stages 1 and 2 of ZeRO cut into a part for each rank.
+
+    Muon's momentum is not cut: a rank has all of each matrix of which it has a part of the master weights.
+
+    Args:
+      parts: each rank's flat tensor.
+      masters: each rank's flat tensor of master weights.
+      spans: (start, size) of each parameter in the row of the master weights.
+
+    Raises:
+      ValueError: the tensors hold fewer numbers.
+    """
+    found, ends, each = [], [0] * len(parts), masters[0].size  # the last may lack its padding
+    if max(part.size for part in parts) <= each:
+        return [cut_pieces(parts, *span) for span in spans]
+    for start, size in spans:
+        pieces: list[TorchTensor] = []
+        for rank in range(start // each, -(-(start + size) // each)):
+            pieces = cut_pieces([parts[rank]], ends[rank], size)
+            ends[rank] += size
+        found.append(pieces)
+    return found
+
+
 class TensorPieces(File):
     """Tensors of one kind, such as the master weights, without checksums; `path` is that of the checkpoint."""
 

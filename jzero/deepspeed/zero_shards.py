@@ -14,11 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
 
-from jzero.deepspeed.pieces import TensorPieces, cut_pieces
+from jzero.deepspeed.pieces import TensorPieces, cut_group, cut_pieces
 from jzero.deepspeed.torch_files import Pickled, Record, TorchTensor, load_torch
 from jzero.errors import ConfigError, in_a_line, some_of
 from jzero.weights.safetensors import File
@@ -230,11 +230,11 @@ def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: l
         paddings = (ranks[0].get("param_alignment_paddings") or {i: [0] * len(group)})[i]
         flat = {MASTER: [rank["single_partition_of_fp32_groups"][i] for rank in ranks]}
         flat |= {kind: [base(rank, i)[kind] for rank in ranks] for kind in _kinds(base(ranks[0], i))}
+        sizes = [prod(shape) + padding for shape, padding in zip(group.values(), paddings, strict=True)]
+        spans = [(end - n, prod(shape)) for end, n, shape in zip(accumulate(sizes), sizes, group.values(), strict=True)]
         for kind, parts in flat.items():
-            start = 0
-            for (name, shape), padding in zip(group.items(), paddings, strict=True):
-                state.add(kind, name, shape, cut_pieces(parts, start, prod(shape)))
-                start += prod(shape) + padding
+            for (name, shape), pieces in zip(group.items(), cut_group(parts, flat[MASTER], spans), strict=True):
+                state.add(kind, name, shape, pieces)
 
 
 def _add_stage3(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: list[dict[str, Pickled]]) -> None:
@@ -263,7 +263,7 @@ def _add_stage3(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: li
 def _add_others(state: DeepSpeedState, model: dict[str, Pickled], files: list[Path]) -> None:
     """Add frozen parameters and buffers, which the optimizer does not have."""
     state.buffers |= set(model.get("buffer_names") or ())
-    for name in state.buffers & (model["module"] or {}).keys():
+    for name in [name for name in model["module"] or () if name in state.buffers]:
         tensor = model["module"][name]
         state.add(MASTER, name, tensor.shape, [tensor])
     frozen = _shapes(model.get("frozen_param_shapes") or {})
@@ -295,7 +295,7 @@ def _parameters(module: dict[str, TorchTensor], buffers: set[str]) -> list[str]:
 
 def _add_module(state: DeepSpeedState, module: dict[str, TorchTensor]) -> None:
     """Add the weights that have no masters, and the buffers."""
-    for name in [*_parameters(module, state.buffers), *(module.keys() & state.buffers)]:
+    for name in [*_parameters(module, state.buffers), *(name for name in module if name in state.buffers)]:
         state.add(MASTER, name, module[name].shape, [module[name]])
 
 

@@ -169,9 +169,8 @@ class CheckpointedRun(DeepSpeedApi):
         """Set the global batch and the position in the data to the checkpoint's."""
         if not progress.written_by_engine(notes):
             return
-        train, remark = progress.global_batch(notes, self.step_fn)
-        if train != self.train_batch_size():
-            self.set_train_batch_size(train)
+        sizes, remark = progress.resumed_batch(notes, self.step_fn)
+        self.step_fn.resume_batch(sizes)
         if remark:
             log_dist(remark)
         if self.training_dataloader is not None and notes["data"] is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jzero.checkpoint.reader import Checkpoint
-from jzero.config.sizes import given, keep_global_batch
+from jzero.config.sizes import BatchSizes, given, keep_global_batch
 from jzero.data.order import Position
 from jzero.errors import CheckpointError, ConfigError
 from jzero.model import weights_layout
@@ -96,15 +96,16 @@ def counters(notes: Mapping[str, Any], step: int, accum: int, train: int) -> dic
     return dict(zip(COUNTERS, (step, step * train, step * accum), strict=True))
 
 
-def global_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[int, str]:
-    """Return the global batch to resume with (the checkpoint's unless the config names another), and a line to log."""
-    then, now = notes["batch"], step.batch_sizes.train
+def resumed_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[BatchSizes, str]:
+    """Return the sizes to resume with (the checkpoint's unless the config names another batch), and a line to log."""
+    then, now = notes["batch"], step.batch_sizes
     train = then["train"]
-    if train != now and not keep_global_batch(step.config, step.replicas, then):
-        return now, f"the checkpoint's train_batch_size was {train}; from here on it is {now}"
-    if train == now and then["replicas"] == step.replicas:
+    sizes = now if train == now.train else keep_global_batch(step.config, step.replicas, then)
+    if sizes is None:
+        return now, f"the checkpoint's train_batch_size was {train}; from here on it is {now.train}"
+    if sizes is now and then["replicas"] == step.replicas:
         return now, ""
-    return train, f"train_batch_size {train} as in the checkpoint: {train // step.micro_size} micro-batches"
+    return sizes, f"train_batch_size {train} as in the checkpoint: {sizes.accum} micro-batches"
 
 
 def rate(notes: Mapping[str, Any], step: TrainStep) -> float | None:

@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import Config, without_curriculum
+from jzero.config.sizes import BatchSizes
 from jzero.display.slow_work import slow_work
 from jzero.distributed import compilation_cache
 from jzero.distributed.host_collectives import Guard, check_same
@@ -94,25 +95,30 @@ class TrainStep:
         self.batch_sizes, self.precision, self.layouts = setup.batch_sizes, setup.precision, setup.layouts
         self.replicas = replicas(self.mesh)
         self.rate: float | None = None  # by set_lr
-        self.first: FirstCall | None = None
         # A profile reads the program of its step, which differs from the first under a curriculum.
         self._is_profiled = any(
             (self.config.wall_clock_breakdown, self.config.flops_profiler.enabled, self.config.comms_logger.enabled)
         )
-        self._amounts: dict[Any, Amount] = {}  # of the batches that ran, by their shapes
         self.amount = Amount()
-        self._guard = guard = Guard(self.mesh, self.config, self.layouts)
+        self._guard = Guard(self.mesh, self.config, self.layouts)
         self._states = states = States(setup)
         self.state_shapes, self.state_specs, self.state_shardings = states.shapes, states.specs, states.shardings
         self.host_bytes = states.host_bytes
         self.batch_sharding = NamedSharding(self.mesh, batch_spec(self.mesh))
         self._placer = BatchPlacer(self.batch_sharding)
         compilation_cache.turn_on(self.mesh.devices.flat)
+        self._make_programs()
+        self.generate = Generator(setup, self._guard)
+
+    def _make_programs(self) -> None:
+        """Make the programs, which have the rows of a micro-batch; each compiles at its first call."""
+        setup, states, guard = self.setup, self._states, self._guard
+        self.first: FirstCall | None = None
+        self._amounts: dict[Any, Amount] = {}  # of the batches that ran, by their shapes
         self._step = Call("the step", step_program(setup, states), guard, lambda done: done[1][LOSS], steady=True)
         self._gradients = Call("the gradients", gradients_program(setup, states), guard, lambda found: found[1][LOSS])
         self._evaluate = Call("the evaluation", evaluate_program(setup), guard, lambda means: means[LOSS])
         self._micro_loss = Call("a micro-batch's loss", micro_loss_program(setup, states), guard)
-        self.generate = Generator(setup, guard)
 
     def __repr__(self) -> str:
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1) or "1 device"
@@ -183,6 +189,13 @@ class TrainStep:
             wanted = f"must be a multiple of {unit} (micro-batch x replicas), as an integer"
             raise ConfigError(f"train_batch_size = {size!r}: {wanted}")
         self.batch_sizes = self.batch_sizes._replace(train=int(size), accum=int(size) // unit, inferred="")
+
+    def resume_batch(self, sizes: BatchSizes) -> None:
+        """Run the next steps with the batch sizes of a checkpoint's run; an "auto" micro-batch may be another one."""
+        if sizes.micro != self.batch_sizes.micro:
+            self.setup = dataclasses.replace(self.setup, batch_sizes=sizes)
+            self._make_programs()
+        self.batch_sizes = sizes
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with the moving average of the parameters in their place, to evaluate or export it.

@@ -18,6 +18,7 @@ STEPS, ROWS = 20, 8
 ADAM = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.05}}
+MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}}
 WEIGHTS = {"bin": (), "shards": ("--max_shard_size", "0.2KB"), "safe": ("--safe_serialization",)}  # of zero_to_fp32.py
 LLAMA = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -39,6 +40,8 @@ CASES = {
     "mlp-3-fp16": ("mlp", 3, "fp16", 2, ADAM, False),
     "mlp-1-sgd": ("mlp", 1, "fp32", 2, SGD, False),
     "mlp-2-adagrad": ("mlp", 2, "fp32", 2, ADAGRAD, False),
+    "mlp-2-muon": ("mlp", 2, "fp32", 2, MUON, False),
+    "mlp-3-muon": ("mlp", 3, "fp32", 2, MUON, False),  # matrices and biases in groups, with other moments
     "mlp-0-groups": ("mlp", 0, "fp32", 2, ADAM, False),  # biases, in a group of their own, do not decay
     "mlp-0-bf16-groups": ("mlp", 0, "bf16", 2, ADAM, False),
     "pipe-1-fp32": ("pipe", 1, "fp32", 4, ADAM, True),
@@ -51,12 +54,13 @@ CASES = {
 def ds_config(stage, precision, optimizer, processes):
     """Return the config of a case, which jzero reads too (with its own number of devices)."""
     config = {
-        "train_batch_size": ROWS, "gradient_accumulation_steps": 1, "optimizer": optimizer, "gradient_clipping": 1.0,
+        "train_batch_size": ROWS, "gradient_accumulation_steps": 1, "optimizer": optimizer,
+        "gradient_clipping": 0.0 if optimizer is MUON else 1.0,  # DeepSpeed clips Muon's updates, jzero the gradients
         "scheduler": {
             "type": "WarmupLR",
             "params": {"warmup_num_steps": 30, "warmup_max_lr": optimizer["params"]["lr"]},
         },
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | ({"reduce_scatter": False} if optimizer is MUON and stage == 3 else {}),
         "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     if precision == "bf16":

@@ -10,17 +10,21 @@ import pytest
 from helpers.sampling import keep
 from stored_runs import BOUND, about, continued, make_engine
 
-# case of make_checkpoints.py, its directory, our stage, devices and pipeline stages; every stage of DeepSpeed's into
-# another of ours, every precision, optimizer and kind of model
+# case of make_checkpoints.py, its directory, our stage, devices and pipeline stages; every stage of DeepSpeed's in fp32
+# and bf16, every optimizer and kind of model
 RUNS = [
     ("mlp-0-fp32", "ckpt", 3, 2, 1),
     ("mlp-1-fp32", "universal", 2, 8, 1),
     ("mlp-2-fp32", "ckpt", 3, 8, 1),
     ("mlp-3-fp32", "ckpt", 1, 2, 1),
+    ("mlp-0-bf16", "ckpt", 1, 2, 1),
     ("mlp-1-bf16", "universal", 3, 8, 1),
+    ("mlp-2-bf16", "ckpt", 0, 2, 1),
     ("mlp-3-bf16", "ckpt", 2, 2, 1),
     ("mlp-1-sgd", "ckpt", 2, 2, 1),
     ("mlp-2-adagrad", "ckpt", 3, 2, 1),
+    ("mlp-2-muon", "ckpt", 1, 2, 1),
+    ("mlp-3-muon", "ckpt", 2, 2, 1),
     ("mlp-0-groups", "ckpt", 1, 2, 1),
     ("mlp-0-bf16-groups", "ckpt", 3, 2, 1),
     ("pipe-1-fp32", "ckpt", 1, 2, 2),
@@ -30,9 +34,7 @@ RUNS = [
 MORE = [
     ("mlp-1-fp32", "ckpt", 0, 1, 1),
     ("mlp-3-fp32", "universal", 3, 2, 1),
-    ("mlp-0-bf16", "ckpt", 1, 2, 1),
     ("mlp-1-bf16", "ckpt", 2, 1, 1),
-    ("mlp-2-bf16", "ckpt", 0, 2, 1),
     ("pipe-1-fp32", "universal", 0, 1, 1),
     ("llama-2-fp32", "ckpt", 3, 8, 1),
     ("llama-3-fp32", "ckpt", 1, 4, 2),
@@ -50,7 +52,9 @@ def test_the_next_losses_are_deepspeeds(runs_of_deepspeed, case, folder, stage, 
     assert client == {"epoch": 3, "note": "twenty"}
     assert (engine.global_steps, engine.global_samples) == (20, 160)
     np.testing.assert_allclose(continued(engine, kind), about(directory)["after"], rtol=BOUND.get(precision, 1e-5))
-    np.testing.assert_allclose(engine.get_lr()[0], about(directory)["lr"][0], rtol=1e-6)
+    ours, theirs = engine.get_lr(), about(directory)["lr"]
+    some = slice(1 if case.endswith(("groups", "muon")) else None)  # jzero's config says the groups in another way
+    np.testing.assert_allclose(ours[some], theirs[some], rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", keep(["mlp-1-fp16", "mlp-2-fp16", "mlp-3-fp16"], ["mlp-1-fp16", "mlp-3-fp16"]))

@@ -12,9 +12,9 @@ from stored_runs import BOUND, about, batch, config_of, continued, make_engine, 
 import jzero
 from jzero.cli import main
 from jzero.deepspeed import find_deepspeed
-from jzero.deepspeed.import_run import BATCH
+from jzero.deepspeed.import_run import BATCH, deepspeed_batch
 from jzero.deepspeed.torch_files import TorchTensor
-from jzero.deepspeed.zero_shards import _place_in_groups, read_deepspeed
+from jzero.deepspeed.zero_shards import DeepSpeedState, _add_module, _add_others, _place_in_groups, read_deepspeed
 from jzero.mesh import make_mesh
 from jzero.run.import_deepspeed import compare_names
 from jzero.step.train_step import make_train_step
@@ -95,6 +95,58 @@ def test_the_global_batch_goes_on(runs_of_deepspeed):
     engine.load_checkpoint(directory / "ckpt")
     assert engine.train_batch_size() == 8
     np.testing.assert_allclose(continued(engine, "mlp"), about(directory)["after"], rtol=BOUND["fp32"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "sizes"), [(BATCH, 2, (8, 2, 2)), (BATCH[1:2], 4, (8, 2, 1)), (BATCH, 8, (8, 1, 1))]
+)
+def test_a_batch_of_auto_becomes_deepspeeds(runs_of_deepspeed, keys, devices, sizes):
+    """The default micro-batch of the Trainer, 8, is larger than the run's, and does not fit on two devices."""
+    directory = runs_of_deepspeed / "mlp-2-fp32"  # of four processes with two rows each
+    config = {key: x for key, x in config_of(directory, 1).items() if key not in BATCH} | dict.fromkeys(keys, "auto")
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    engine = jzero.initialize(model=make_model("mlp"), config=config, mesh=mesh)[0]
+    assert engine.get_batch_info() == (8 * devices, 8, 1)
+    engine.load_checkpoint(directory / "ckpt")
+    assert engine.get_batch_info() == sizes
+    assert engine.step_fn.setup.batch_sizes[:3] == sizes
+    np.testing.assert_allclose(continued(engine, "mlp", 5), about(directory)["after"][:5], rtol=BOUND["fp32"])
+
+
+COUNTED = {"global_steps": 20, "global_samples": 160}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "sizes"),
+    [
+        ({"dp_world_size": 4}, {"train_batch_size": 8}, (8, 2, 4)),
+        ({"dp_world_size": 4}, {"train_micro_batch_size_per_gpu": 2}, (8, 2, 4)),
+        # DeepSpeed counts the devices of a sequence in dp_world_size, unless the config has data_parallel_size.
+        ({"dp_world_size": 4}, {"train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": 2}, (8, 4, 2)),
+        ({"dp_world_size": 4}, {"train_batch_size": 8, "sequence_parallel_size": 2}, (8, 4, 2)),
+        (
+            {"dp_world_size": 2},
+            {"train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": 2, "data_parallel_size": 2},
+            (8, 4, 2),
+        ),
+        ({"dp_world_size": 4}, {"train_micro_batch_size_per_gpu": 4}, None),  # an mpu's sequence: 8 samples a step
+        ({"dp_world_size": 3}, {"train_batch_size": 8, "sequence_parallel_size": 2}, None),
+        ({"dp_world_size": 4}, {"train_batch_size": 8, "sequence_parallel_size": None}, None),
+        ({"dp_world_size": 4}, {"train_batch_size": 8, "sequence_parallel_size": 0}, None),
+        ({"dp_world_size": None}, {"train_batch_size": 8}, None),
+        ({}, {"train_batch_size": 8}, None),
+        ({"dp_world_size": 3}, {"train_batch_size": 8}, None),
+        ({"dp_world_size": 4}, {"train_batch_size": "auto"}, None),
+        ({"dp_world_size": 4}, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, None),
+        ({"dp_world_size": 4}, {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}, None),
+        ({"dp_world_size": 4}, {"gradient_accumulation_steps": 2}, None),
+    ],
+)
+def test_the_batch_that_the_files_say(model, config, sizes):
+    """The product of config.py's equation, or nothing."""
+    given = [config.get(key) for key in BATCH]
+    expected = dict(zip(("train", "micro", "replicas", "given"), (*sizes, given), strict=True)) if sizes else {}
+    assert deepspeed_batch(COUNTED | model, config) == expected
 
 
 @pytest.mark.parametrize("text", ["{x", "[1]", '{"a": 1}', None])
@@ -186,7 +238,7 @@ def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, here, files):
     engine.train_batch(batch("mlp", 0))
     before = engine.state.opt_state
     path, client = engine.load_checkpoint(directory / f"weights-{files}")
-    assert "has weights alone: optimizer, learning rate" in capfd.readouterr().out
+    assert "counters stay as they are in this engine" in capfd.readouterr().out
     assert (path, client) == (str(directory / f"weights-{files}"), {})
     assert engine.global_steps == 1
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, engine.state.opt_state)))
@@ -202,6 +254,24 @@ def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, here, files):
     whole.load_checkpoint(out)
     assert whole.global_steps == 0
     assert abs(continued(whole, "mlp", 1)[0] / about(directory)["after"][0] - 1) < BOUND["fp32"]
+
+
+def test_weights_of_jzero_are_for_load_weights(runs_of_deepspeed, tmp_path):
+    engine = make_engine(runs_of_deepspeed / "mlp-2-fp32", "mlp")
+    engine.save_16bit_model(tmp_path)
+    with pytest.raises(jzero.ConfigError, match=r"missing fc1\.weight.*read with engine\.load_weights\(DIRECTORY\)"):
+        engine.load_checkpoint(tmp_path)
+    engine.load_weights(tmp_path)
+
+
+def test_buffers_keep_the_order_of_the_files(tmp_path):
+    """Of a set, the order of text is another in every process."""
+    names = [f"buffer{i}" for i in range(9)]
+    module = {name: TorchTensor(tmp_path, np.dtype("f4"), (2,), 8 * i) for i, name in enumerate(names)}
+    for add in (_add_module, lambda state, module: _add_others(state, {"module": module, "buffer_names": names}, [])):
+        state = DeepSpeedState(tmp_path, {}, buffers=set(names))
+        add(state, module)
+        assert [*state.tensors["fp32"].entries] == names
 
 
 def test_files_of_weights_that_are_no_weights(runs_of_deepspeed, tmp_path):
