@@ -200,9 +200,9 @@ def match_tensors(stored: DeepSpeedState, step: TrainStep, rename: Rename | None
     if problems := misfits(theirs, wanted):
         of_jzero = "; weights that jzero wrote are read with engine.load_weights(DIRECTORY)" * stored.weights_alone
         raise ConfigError(
-            f"{stored.path} belongs to another model: {some_of(problems)}{of_jzero}; jzero import {stored.path} --names --model "
-            "MODULE:FUNCTION prints the names and shapes of both; rename={regular expression: replacement} turns ours "
-            "into DeepSpeed's"
+            f"{stored.path} belongs to another model: {some_of(problems)}{of_jzero}; jzero import {stored.path} "
+            "--names --model MODULE:FUNCTION prints the names and shapes of both; rename={regular expression: "
+            "replacement} turns ours into DeepSpeed's"
         )
     for tensor in wanted:
         for pieces in stored.tensors.values():
