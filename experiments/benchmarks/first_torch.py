@@ -250,6 +250,7 @@ def measured(case: Any, batch: dict[str, Any], tuned: bool = False) -> dict[str,
     """Run a case; return its record."""
     begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
+    torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     with torch.device(device):
         model = made(case)

@@ -249,7 +249,7 @@ def test_tiles_that_the_axes_do_not_divide():
     assert "tiles of the sequence" not in fits
     text = report_of(make_step("tiled", context=4, tensor=2), batches()[0])
     found = re.search(
-        r"2 tiles of the sequence of 8 at decoder.py:\d+(, decoder.py:\d+)?: (.*?); fix: (.*?)( -|$)", text
+        r"2 tiles of the sequence of 8 at decoder\w*.py:\d+(, decoder\w*.py:\d+)?: (.*?); fix: (.*?)( -|$)", text
     )
     assert found[2].startswith("mesh.context = 4 and mesh.tensor = 2 do not divide a tile of 4, so the sequence is")
     assert found[3].startswith("1 tiles")
