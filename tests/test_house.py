@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49814,
+    "lines": 49813,
     "files": 271,
-    "statements": 29251,
+    "statements": 29248,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

@@ -185,7 +185,7 @@ class Config(Settings):
         >>> Config.load({"train_batch_size": 32, "gradient_accumulation_steps": 2}).batch(4)
         BatchSizes(train=32, micro=4, accum=2, inferred='train_micro_batch_size_per_gpu = 4')
         """
-        return sizes.batch(self, replicas, former)
+        return sizes.batch(self, replicas, former, self.autos)
 
     def mesh_degrees(self, num_devices: int) -> dict[str, int]:
         """Resolve the number of devices along each mesh axis, outermost first.

@@ -1,17 +1,12 @@
 """Arithmetic: the three batch sizes for a number of replicas, the degrees of the mesh axes for a number of devices."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from jzero.config.sections import Settings
 from jzero.errors import ConfigError
 from jzero.values.kinds import either
-
-if TYPE_CHECKING:
-    from jzero.config.config import Config
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAIN, MICRO, ACCUM = BATCH
@@ -34,7 +29,9 @@ class BatchSizes(NamedTuple):
     inferred: str
 
 
-def batch(s: Config, replicas: int, former: Mapping[str, Any] | None = None) -> BatchSizes:
+def batch(
+    s: Settings, replicas: int, former: Mapping[str, Any] | None = None, autos: Collection[str] = ()
+) -> BatchSizes:
     """Resolve the batch sizes, see `Config.batch`.
 
     Any two sizes determine the third; one alone means one accumulation step. Integer divisions below may leave a
@@ -42,7 +39,7 @@ def batch(s: Config, replicas: int, former: Mapping[str, Any] | None = None) -> 
     """
     if replicas < 1:
         raise ConfigError(f"replicas = {replicas}: must be a positive integer (the mesh's data × zero × expert)")
-    if former and (sizes := keep_global_batch(s, replicas, former)):
+    if former and (sizes := keep_global_batch(s, replicas, former, autos)):
         return sizes
     train, micro, accum = s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps
     if accum is None:
@@ -73,7 +70,9 @@ def given(s: Settings) -> list[int | None]:
     return [getattr(s, key) for key in BATCH]
 
 
-def keep_global_batch(s: Config, replicas: int, former: Mapping[str, Any]) -> BatchSizes | None:
+def keep_global_batch(
+    s: Settings, replicas: int, former: Mapping[str, Any], autos: Collection[str]
+) -> BatchSizes | None:
     """Keep the global batch of the run that resumes, by accumulation; None if the config's own sizes count.
 
     Learning rate and schedule were tuned for that global batch, and more or fewer replicas are no reason to change it.
@@ -82,7 +81,7 @@ def keep_global_batch(s: Config, replicas: int, former: Mapping[str, Any]) -> Ba
     train, own, micro, accum = former["train"], *given(s)
     if own not in (None, train) or not (own or micro):
         return None
-    then, auto = former.get("given"), MICRO in s.autos
+    then, auto = former.get("given"), MICRO in autos
     edited = accum not in (None, then and then[2]) if auto else then != given(s)
     if edited and (own or former["replicas"] == replicas):
         return None

@@ -100,7 +100,7 @@ def resumed_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[BatchSizes
     """Return the sizes to resume with (the checkpoint's unless the config names another batch), and a line to log."""
     then, now = notes["batch"], step.batch_sizes
     train = then["train"]
-    sizes = now if train == now.train else keep_global_batch(step.config, step.replicas, then)
+    sizes = now if train == now.train else keep_global_batch(step.config, step.replicas, then, step.config.autos)
     if sizes is None:
         return now, f"the checkpoint's train_batch_size was {train}; from here on it is {now.train}"
     if sizes is now and then["replicas"] == step.replicas:
