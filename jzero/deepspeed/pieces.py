@@ -36,7 +36,7 @@ def cut_group(
 ) -> list[list[TorchTensor]]:
     """Return the pieces of each parameter of a group, which stages 1 and 2 of ZeRO cut into a part for each rank.
 
-    Muon's momentum is not cut: a rank has all of each matrix of which it has a part of the master weights.
+    ZeRO does not cut Muon's momentum. If a rank stores a part of a matrix, it stores the whole momentum of that matrix.
 
     Args:
       parts: each rank's flat tensor.

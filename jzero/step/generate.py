@@ -295,9 +295,9 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     through = _through_stages if setup.mesh.shape[PIPE] > 1 else _through_layers
     pair, layer = (diff[STACK], nondiff[STACK]), _layer(setup)
     vocabulary = partial(vocab_parallel.parallel, *divided_vocabulary(setup.layouts))
-    has_own = hasattr(model, "make_prefix_cache")
 
     def own_layers(length: int) -> tuple:
+        has_own = hasattr(model, "make_prefix_cache")
         return (model.make_prefix_cache(rows, length, setup.precision.compute),) if has_own else ()
 
     def prefix(own: tuple, *args: PyTree) -> tuple[PyTree, tuple]:
@@ -309,8 +309,7 @@ def _forward(setup: Setup, params: PyTree, rows: int, length: int) -> tuple[Forw
     first = tuple(part[0] if isinstance(part, list) else part for part in pair)
     first = jax.tree.map(lambda w: w[0], first) if setup.passes.view.layer_axis else first
     own = sharded_cache(model, own_layers, lambda own: prefix(own, token, 0, None)[1], length)(length)
-    x = partial(prefix, own, token, 0, None)
-    make = sharded_cache(model, undivided, lambda cache: layer(first, x()[0], cache)[1], length)
+    make = sharded_cache(model, undivided, lambda cache: layer(first, prefix(own, token, 0, None)[0], cache)[1], length)
     run, cache = through(setup, layer, pair, make, length)
 
     def forward(tokens: jax.Array, column: ArrayLike, padding: PyTree, cache: PyTree) -> tuple[jax.Array, PyTree]:

@@ -232,7 +232,7 @@ def test_the_directory_of_a_tag(runs_of_deepspeed, tmp_path):
 
 @pytest.mark.parametrize("files", ["bin", "shards", "safe"])
 def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, here, files):
-    """What zero_to_fp32.py writes has no optimizer's state: the run begins at step 0, and says so."""
+    """The files of zero_to_fp32.py have no optimizer state: the run begins at step 0 and prints a line about it."""
     directory = runs_of_deepspeed / "mlp-2-fp32"
     engine = make_engine(directory, "mlp", 2, 2)
     engine.train_batch(batch("mlp", 0))

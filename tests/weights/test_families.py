@@ -191,7 +191,7 @@ SPREAD = [{"expert": 2}, {"tensor": 2}, {"pipe": 2}]
 
 @pytest.mark.parametrize("axes", keep(SPREAD, SPREAD[:1]), ids=str)
 def test_a_bias_that_moves_on_every_layout(axes):
-    """Losses and biases of two steps, the second of which sees what the first has changed."""
+    """Compare losses and biases of two steps; the second step uses the bias that the first one moved."""
     parts = 2 if "pipe" in axes else 1
     (found, bias), (losses, expected) = two_steps(parts, **axes), two_steps(parts)
     assert (bias[0] != bias[1]).any()
