@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import statistics
 import subprocess
@@ -18,9 +19,15 @@ PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # FLOP/s of den
 
 
 @contextlib.contextmanager
-def smi(gpu: int = 0) -> Iterator[dict[str, Any]]:
-    """Record the power (W) and the clock (MHz) of a GPU, five times a second, as medians; {} without a GPU."""
+def smi(gpu: int | str | None = None) -> Iterator[dict[str, Any]]:
+    """Record the power (W) and the clock (MHz) of a GPU, five times a second, as medians; {} without a GPU.
+
+    Args:
+      gpu: its index; by default that of the first one which this process sees.
+    """
     found: dict[str, Any] = {}
+    if gpu is None:  # nvidia-smi shows all
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if shutil.which("nvidia-smi") is None:
         yield found
         return
