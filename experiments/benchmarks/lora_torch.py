@@ -81,17 +81,17 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--remat", choices=["none", "full"], default="none")
     args = p.parse_args(argv)
     on_gpu, shape = torch.cuda.is_available(), preset(args.preset)
-    torch.set_default_device("cuda" if on_gpu else "cpu")
     torch.manual_seed(0)
-    model = adapted(shape, args.quantized)
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = adapted(shape, args.quantized)
+        cos, sin = torch_llama.tables(shape, args.sequence, torch.get_default_device())
+        text = torch.randint(0, shape.vocab_size, (args.micro_batch, args.sequence + 1))
     head = Head(model)
-    cos, sin = torch_llama.tables(shape, args.sequence, torch.get_default_device())
     for block in model.blocks:
         torch_llama.prepare(block, args.remat, compiled=on_gpu)
     loss_of = torch.compile(head) if on_gpu else head
     weights = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
-    text = torch.randint(0, shape.vocab_size, (args.micro_batch, args.sequence + 1))
     inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     losses = []
 
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         losses.append(loss.detach())
-        return loss
+        return loss.detach()
 
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if on_gpu else [SDPBackend.MATH]
     with sdpa_kernel(kernels, set_priority=True):

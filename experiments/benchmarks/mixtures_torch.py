@@ -211,15 +211,15 @@ def measured(shape: DecoderConfig, tokens: np.ndarray, tuned: bool = False) -> d
     from .mixtures import CLIP, OPTIMIZER, gib
 
     begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
-    torch.set_default_device("cuda" if on_gpu else "cpu")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    text = torch.tensor(tokens).long()
-    inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    kernel, padded = fastest_attention(shape, *inputs.shape) if on_gpu else ("cpu", False)
-    model, (cos, sin) = Decoder(shape, padded), angles(shape, inputs.shape[1])
+    with torch.device("cuda" if on_gpu else "cpu"):
+        text = torch.tensor(tokens).long()
+        inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        kernel, padded = fastest_attention(shape, *inputs.shape) if on_gpu else ("cpu", False)
+        model, (cos, sin) = Decoder(shape, padded), angles(shape, inputs.shape[1])
     # A CPU traces alone: nobody measures there, and Inductor would compile C++.
-    how = {"mode": "max-autotune-no-cudagraphs" if tuned else "default"} if on_gpu else {"backend": "eager"}
+    how = {"mode": "max-autotune-no-cudagraphs" if tuned else "default"} if on_gpu else {"backend": "aot_eager"}
     for part in (*model.blocks, model.head):
         part.compile(dynamic=False, **how)
     weights = list(model.parameters())

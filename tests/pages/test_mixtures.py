@@ -102,9 +102,10 @@ def test_quantised_matrices_are_normal():
 
 
 def test_pytorch_adapters_train(monkeypatch, capsys):
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     from experiments.benchmarks import lora_torch
 
+    torch.set_num_threads(1)
     monkeypatch.setattr(gpu, "WARM_UP", 0)
     lora_torch.main(["--preset", "tiny", "--sequence", "32", "--remat", "full"])
     losses = list(json.loads(capsys.readouterr().out)["losses"].values())
