@@ -42,7 +42,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--micro-batch", type=int, default=4, help="sequences")
     p.add_argument("--sequence", type=int, default=4096)
     p.add_argument("--remat", choices=["none", "matmuls", "full"], default="none")
-    p.add_argument("--unroll", action="store_true", help="unroll the stack instead of scanning it")
+    stack = p.add_mutually_exclusive_group()
+    stack.add_argument("--unroll", action="store_true", help="unroll the stack")
+    stack.add_argument("--scan", action="store_true", help="scan the stack, which compiles faster")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--plan", action="store_true", help="only compile, for an H200 that need not be there")
     return p.parse_args(argv)
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         "bf16": {"enabled": True},
         "trainable_parameters": ["lora_"],
         "activation_checkpointing": {"policy": args.remat},
-        **({"stack": {"unroll": True}} if args.unroll else {}),
+        **({"stack": {"unroll": args.unroll}} if args.unroll or args.scan else {}),
     }
     devices = gpu_devices("h200", 1, per_host=1) if args.plan else jax.devices()[:1]
     mesh = jzero.make_mesh(config, devices=devices)
