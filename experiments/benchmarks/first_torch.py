@@ -18,8 +18,6 @@ from . import torch_llama
 from .first_flax import STAGES, Size
 from .gpu import measure
 
-RATE, DECAY = 3e-4, 0.1
-
 
 class Block(nn.Module):
     def __init__(self, size: Size, causal: bool = False, before: bool = True, tanh: bool = False, cross: bool = False):
@@ -248,6 +246,8 @@ def made(case: Any) -> nn.Module:
 
 def measured(case: Any, batch: dict[str, Any], tuned: bool = False) -> dict[str, Any]:
     """Run a case; return its record."""
+    from .first import DECAY, steps
+
     begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def measured(case: Any, batch: dict[str, Any], tuned: bool = False) -> dict[str,
     how = {"mode": "max-autotune-no-cudagraphs" if tuned else "default"} if on_gpu else {"backend": "eager"}
     loss_of = compiled(model, how)
     weights = [x for x in model.parameters() if x.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=RATE, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW(weights, lr=case.rate, weight_decay=DECAY, fused=True)
     arrays = [
         torch.from_numpy(batch[name].copy()).to(device) for name in ("labels", *sorted(batch.keys() - {"labels"}))
     ]
@@ -277,8 +277,6 @@ def measured(case: Any, batch: dict[str, Any], tuned: bool = False) -> dict[str,
             nn.utils.clip_grad_norm_(weights, case.config["gradient_clipping"])
         optimizer.step()
         return loss.detach()
-
-    from .first import steps
 
     first = float(run())
     start_s = time.perf_counter() - begin
