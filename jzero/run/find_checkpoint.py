@@ -36,6 +36,16 @@ def hold_directory(
     Raises:
       ConfigError: it cannot be written, another job holds it, or the processes were given different ones.
     """
+    # Each process makes the same calls, with and without a directory: otherwise they would answer each other's.
+    root = run_on_all("initialize", lambda: _resume_root(resume, config_directory))
+    check_same("initialize", {"resume": root and str(root)})
+    if root is None:
+        return None, None
+    run_on_all("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
+    return root, former_batch(root)
+
+
+def _resume_root(resume: str | os.PathLike | None, config_directory: str | None) -> Path | None:
     if not isinstance(resume, str | os.PathLike | None) or resume == "":
         raise ConfigError(f'resume = {resume!r}: must be a directory, or "auto" for the config\'s checkpoint.dir')
     if resume == "auto" and not config_directory:
@@ -43,14 +53,10 @@ def hold_directory(
             'resume = "auto": no directory is set; put checkpoint.dir into the config, or pass resume="DIRECTORY"'
         )
     resume = config_directory if resume == "auto" else resume
-    if resume:
-        run_on_all("initialize", lambda: check_home(resume, "resume"))
-    root = local_path(resume, "resume") if resume else None
-    check_same("initialize", {"resume": root and str(root)})
-    if root is None:
-        return None, None
-    run_on_all("initialize", lambda: hold(root) if jax.process_index() == 0 else None)
-    return root, former_batch(root)
+    if not resume:
+        return None
+    check_home(resume, "resume")
+    return local_path(resume, "resume")
 
 
 def resume_from(root: Path, load: Callable[[Checkpoint], int]) -> None:
