@@ -331,10 +331,7 @@ def test_a_config_to_tune_trains_as_it_is():
     assert Config.load({"autotuning": {"enabled": False, "fast": True}}).ignored == ()
 
 
-@pytest.mark.parametrize(
-    ("section", "tool"),
-    [("autotuning", "jzero plan CONFIG --search"), ("eigenvalue", "")],
-)
+@pytest.mark.parametrize(("section", "tool"), [("autotuning", "jzero plan CONFIG --search"), ("eigenvalue", "")])
 def test_a_tool_beside_the_training_is_a_warning_with_what_to_call(section, tool):
     ((key, value, why),) = Config.load({section: {"enabled": True}}).ignored
     assert (key, value) == (f"{section}.enabled", True)

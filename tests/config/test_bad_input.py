@@ -82,11 +82,7 @@ def test_mesh_from_a_config_and_from_degrees():
         (("x", "y"), (2, 4), ["('x', 'y')", str(AXES), "jzero.make_mesh"]),
         (AXES[::-1], (1, 1, 1, 4, 2, 1), [str(AXES[::-1]), "jzero.make_mesh"]),
         (AXES, (2, 1, 4, 1, 1, 1), ["mesh.pipe = 2", "no layer stack", "jzero.PipelineModule"]),
-        (
-            AXES,
-            (1, 1, 4, 1, 1, 2),
-            ["mesh.tensor = 2", "no table", "tensor_parallel.dimensions"],
-        ),
+        (AXES, (1, 1, 4, 1, 1, 2), ["mesh.tensor = 2", "no table", "tensor_parallel.dimensions"]),
     ],
     ids=["foreign", "other-order", "pipe", "tensor"],
 )
@@ -105,10 +101,7 @@ def test_mesh_that_is_none():
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
-        (
-            {"train_batch_size": 12},
-            ["train_batch_size = 12", "8 replicas", "nearest valid", "8 or 16"],
-        ),
+        ({"train_batch_size": 12}, ["train_batch_size = 12", "8 replicas", "nearest valid", "8 or 16"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "8 replicas", "train_batch_size = 24"]),
         ({"train_micro_batch_size_per_gpu": 3}, ["train_micro_batch_size_per_gpu 3", "train_batch_size = 24"]),
         ({"train_batch_size": None}, ["no batch size", "train_batch_size or train_micro_batch_size_per_gpu"]),

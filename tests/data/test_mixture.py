@@ -106,9 +106,7 @@ def test_any_number_is_what_a_loop_finds(case, exhaustion):
 
 @settings(max_examples=40)
 @given(
-    weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=6),
-    start=st.integers(0, 10**12),
-    seed=st.integers(0, 9),
+    weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=6), start=st.integers(0, 10**12), seed=st.integers(0, 9)
 )
 def test_every_stretch_has_the_weights(weights, start, seed):
     """Between any two numbers, also beyond 10^12, the counts are the weights' up to a few samples."""

@@ -204,11 +204,7 @@ LAYOUTS = [
     ({"pipe": 2, "zero": 1}, 1, {}),
     ({"pipe": 2, "zero": 2}, 3, {"pipeline": {"schedule": "zero_bubble"}}),
     ({"pipe": 2, "zero": 1}, 1, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
-    (
-        {"pipe": 4, "zero": 1},
-        1,
-        {"pipeline": {"schedule": "gpipe"}, "activation_checkpointing": {"policy": "full"}},
-    ),
+    ({"pipe": 4, "zero": 1}, 1, {"pipeline": {"schedule": "gpipe"}, "activation_checkpointing": {"policy": "full"}}),
 ]
 
 

@@ -58,10 +58,7 @@ ONE_BIT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    keep(ONE_BIT, ONE_BIT[1:3]),
-)
+@pytest.mark.parametrize(("layout", "expected"), keep(ONE_BIT, ONE_BIT[1:3]))
 def test_one_bit_on_one_device(layout, expected, capsys):
     engine = engine_of(layout)
     train(engine, 5)

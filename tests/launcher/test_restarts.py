@@ -74,8 +74,7 @@ raise jzero.errors.LostProcessError("process 1 was lost")
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("what", "code", "attempts"),
-    keep([("config", 78, 1), ("step", 1, 2), ("lost", 69, 4)], [("step", 1, 2)]),
+    ("what", "code", "attempts"), keep([("config", 78, 1), ("step", 1, 2), ("lost", 69, 4)], [("step", 1, 2)])
 )
 def test_restarts_that_would_not_help(start, tmp_path, what, code, attempts):
     (tmp_path / "worker.py").write_text(WORKER)

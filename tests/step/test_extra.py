@@ -76,8 +76,7 @@ TEACHERS = [{"teacher": RNG.normal(size=(4, 4)).astype(np.float32), "weight": 1.
 
 
 @pytest.mark.parametrize(
-    ("make", "stage"),
-    keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3)]),
+    ("make", "stage"), keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3)])
 )
 def test_a_teacher_that_moves(make, stage):
     step = jzero.make_train_step(make(), config(stage, accum=2), mesh=mesh())

@@ -118,11 +118,7 @@ def layers():
 
 
 @pytest.mark.parametrize(
-    ("make", "pipe"),
-    keep(
-        [(linen_model, 1), (nnx_model, 1), (layers, 1), (layers, 2)],
-        [(nnx_model, 1), (layers, 2)],
-    ),
+    ("make", "pipe"), keep([(linen_model, 1), (nnx_model, 1), (layers, 1), (layers, 2)], [(nnx_model, 1), (layers, 2)])
 )
 def test_has_aux_of_flax_modules_and_pipeline_modules(make, pipe):
     step = jzero.make_train_step(
