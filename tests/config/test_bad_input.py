@@ -49,10 +49,7 @@ def test_compilations_are_seen():
     [
         ({"zero": 3}, ["mesh.zero = 3", "the number of devices, 8", "mesh.zero = 8"]),
         ({"data": 3}, ["mesh.data = 3", "the number of devices, 8", "mesh.data = 1, 2, 4 or 8"]),
-        (
-            {"data": 4, "zero": 4},
-            ["mesh.data", "mesh.zero", "= 16", "the number of devices, 8", "mesh.data = 2", "mesh.zero = 2"],
-        ),
+        ({"data": 4, "zero": 4}, ["mesh.data", "mesh.zero", "= 16", "mesh.data = 2", "mesh.zero = 2"]),
         ({"zero": 0}, ["mesh.zero = 0", "-1 or a positive integer"]),
         ({"zero": "4"}, ['mesh.zero = "4"', "positive integer", "without quotes"]),
         ({"zero": 2.5}, ["mesh.zero = 2.5", "positive integer"]),
@@ -206,10 +203,7 @@ def test_frozen_parameters(patterns, parts):
     [
         ({"trainable_parameters": []}, ["trainable_parameters = []: every parameter is frozen"]),
         ({"trainable_parameters": ["fc9", "fc1"]}, ["trainable_parameters: ['fc9'] match no parameter", "fc1/kernel"]),
-        (
-            {"trainable_parameters": ["fc1"], "frozen_parameters": ["1"]},
-            ["trainable_parameters = ['fc1'], frozen_parameters = ['1']: every parameter is frozen"],
-        ),
+        ({"trainable_parameters": ["fc1"], "frozen_parameters": ["1"]}, ["['fc1'], frozen_parameters = ['1']: every"]),
     ],
     ids=["empty", "nothing", "both"],
 )
@@ -269,39 +263,10 @@ def test_key_that_is_a_number():
 # ---------------------------------------------------------------- precision, optimizer, types
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"fp16": ON, "bf16": ON}, ["fp16.enabled = true", "bf16.enabled = true", "only one", "remove"]),
-        (
-            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}},
-            ["optimizer.params.max_grad_norm = 1.0", '"gradient_clipping"', "top level"],
-        ),
-        ({"optimizer": {"type": "Adamm"}}, ["optimizer.type", "'Adamm'", "did you mean 'Adam'", "AdamW, SGD"]),
-        ({"optimizer": {"type": "Adam", "params": {"lrr": 1}}}, ["optimizer.params.lrr", "1", "did you mean 'lr'"]),
-        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, ["optimizer.params.lr", "'1e-3'", "number >= 0"]),
-        ({"optimizer": None}, ["optimizer: none given", '"type": "AdamW"', "optimizer=optax.adamw"]),
-        ({"scheduler": {"type": "WarmupLr"}}, ["scheduler.type", "'WarmupLr'", "did you mean 'WarmupLR'"]),
-        ({"train_batch_size": "16"}, ['train_batch_size = "16"', "positive integer", "without quotes"]),
-        ({"gradient_clipping": -1}, ["gradient_clipping = -1", "non-negative number"]),
-        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage = 4", "0, 1, 2 or 3"]),
-        ({"zero_optimization": {"stge": 3}}, ["zero_optimization.stge = 3", "unknown key", 'did you mean "stage"']),
-        ({"bf16": True}, ["bf16 = true", "section", '{"enabled": true}']),
-        ({"stack": {"unroll": "yes"}}, ['stack.unroll = "yes"', 'true, false or "auto"']),
-        ({"communication_data_type": "int8"}, ['communication_data_type = "int8"', '"fp32"', '"fp16"', '"bf16"']),
-        ({"compiler_options": {"a": [1]}}, ["compiler_options", "a = [1]", "a number or a string"]),
-    ],
-    ids=named,
-)
-def test_config(changes, parts):
-    refused(lambda: make(changes), *parts)
-
-
-def test_every_problem_at_once():
+def test_a_wrong_config():
+    refused(lambda: make({"optimizer": None}), "optimizer: none given", '"type": "AdamW"', "optimizer=optax.adamw")
     changes = {"train_batch_size": "16", "dataloader_drop_last": "true", "zero_optimization": {"stage": 4}}
-    refused(
-        lambda: make(changes), 'train_batch_size = "16"', 'dataloader_drop_last = "true"', "zero_optimization.stage = 4"
-    )
+    refused(lambda: make(changes), *('train_batch_size = "16"', 'dataloader_drop_last = "true"', "stage = 4"))
 
 
 def test_optimizer_and_config_of_a_wrong_type():

@@ -10,73 +10,39 @@ from helpers.configs import TUTORIAL_ZERO3, problem, problems
 
 from jzero.config import Config
 
+SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+NOWHERE = {"device": "none", "pin_memory": True}
 HF_AUTO = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "fp16": {"enabled": "auto", **SCALER}, "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(["lr", "betas", "eps", "weight_decay"], "auto")},
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
     },
     "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "none", "pin_memory": True},
-        "offload_param": {"device": "none", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
+        "stage": 3, "offload_optimizer": NOWHERE, "offload_param": NOWHERE, "overlap_comm": True,
+        "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
 FP16_DYNAMIC = {
-    "train_batch_size": 512,
-    "train_micro_batch_size_per_gpu": 4,
-    "steps_per_print": 1,
-    "gradient_clipping": 0.5,
-    "prescale_gradients": True,
-    "zero_allow_untested_optimizer": True,
+    "train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 1, "gradient_clipping": 0.5,
+    "prescale_gradients": True, "zero_allow_untested_optimizer": True, "wall_clock_breakdown": False,
     "optimizer": {"type": "Adam", "params": {"lr": 1.5e-4}},
     "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2000, "total_num_steps": 10000}},
-    "fp16": {
-        "enabled": True,
-        "auto_cast": False,
-        "loss_scale": 0,
-        "initial_scale_power": 12,
-        "loss_scale_window": 500,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
+    "fp16": {"enabled": True, "auto_cast": False, **SCALER, "initial_scale_power": 12, "loss_scale_window": 500},
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8},
     "activation_checkpointing": {
-        "partition_activations": True,
-        "contiguous_memory_optimization": False,
-        "cpu_checkpointing": True,
-        "number_checkpoints": 8,
-        "synchronize_checkpoint_boundary": False,
-        "profile": False,
+        "partition_activations": True, "contiguous_memory_optimization": False, "cpu_checkpointing": True,
+        "number_checkpoints": 8, "synchronize_checkpoint_boundary": False, "profile": False,
     },
     "tensorboard": {"enabled": False, "output_path": "logs/", "job_name": "run"},
     "flops_profiler": {"enabled": False, "profile_step": 1, "detailed": True},
-    "wall_clock_breakdown": False,
-}
+}  # fmt: skip
 
 
 def test_tutorial_zero3_config():

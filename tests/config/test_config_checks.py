@@ -1,60 +1,14 @@
-"""Settings that contradict each other; all problems at once; reprs."""
+"""All problems at once; what asks for recomputation; reprs."""
 
 import re
 
 import pytest
-from helpers.configs import TUTORIAL_ZERO3, problem, problems
+from helpers.configs import TUTORIAL_ZERO3, problems
 
 from jzero import config as config_module
 from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.optimizers import table
-
-
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled = true and bf16.enabled = true"]),
-        ({"bf16": {"bf16_optimizer_states": True}}, ["needs bf16.bf16_master_weights_and_grads"]),
-        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["bfloat16", "another name of bf16"]),
-        ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"zero": 4}}, ["mics_shard_size = 2", "mesh.zero = 4"]),
-        ({"mesh": {"data": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only", "default of mesh.zero"]),
-        ({"mesh": {"data": -1, "zero": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only"]),
-        (
-            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
-            ["optimizer.params.max_grad_norm = 1.0", '"gradient_clipping"'],
-        ),
-        (
-            {"activation_checkpointing": {"policy": "none", "cpu_checkpointing": True}},
-            ["cpu_checkpointing = true", 'policy "full"'],
-        ),
-        (
-            {"zero_optimization": {k: True for k in (
-                "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save")}},
-            ["deprecated name of zero_optimization.stage3_gather_16bit_weights_on_model_save"],
-        ),
-        (
-            {"zero_optimization": {"cpu_offload": False, "offload_optimizer": {"device": "none"}}},
-            ["cpu_offload = false", "deprecated name of zero_optimization.offload_optimizer"],
-        ),
-    ],
-)  # fmt: skip
-def test_contradictions(given, parts):
-    message = problem(given)
-    for part in parts:
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
-        {"tensor_parallel": {"autotp_size": 2}, "mesh": {"tensor": 4}},
-    ],
-)
-def test_two_degrees_of_tensor(given):
-    assert problem(given).startswith("tensor_parallel.autotp_size = 2 and ")
-    assert problem(given).endswith("= 4: both are the degree of tensor; keep one")
 
 
 def test_all_problems_come_at_once():
@@ -106,16 +60,6 @@ def test_an_optimizer_needs_little_but_its_type(name):
 )
 def test_only_what_asks_for_recomputation_gets_it(section, kind):
     assert Config.load({"activation_checkpointing": section}).activation_checkpointing.kind == kind
-
-
-def test_no_contradiction_is_invented_from_a_wrong_value():
-    found = problem({"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": "yes"}})
-    assert found.startswith("bf16.bf16_master_weights_and_grads")
-    assert problem({"zero_optimization": 3, "mesh": {"data": -1}}).startswith("zero_optimization = 3")
-
-
-def test_the_old_name_of_bf16_works():
-    assert Config.load({"bfloat16": {"enabled": True}}).precision == "bf16"
 
 
 def test_config_is_frozen():

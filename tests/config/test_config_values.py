@@ -1,4 +1,4 @@
-"""Values and keys of the config: accepted, rejected, unknown, replaced, to come."""
+"""Values and keys of the config: accepted, replaced, to come, and what asks for nothing."""
 
 import json
 
@@ -52,111 +52,13 @@ def test_accepted_values(path, value, expected):
         assert type(node) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "parts"),
-    [
-        ("train_batch_size", "32", ['= "32"', "positive integer", "without quotes"]),
-        ("train_batch_size", 0, ["= 0", "positive integer"]),
-        ("train_micro_batch_size_per_gpu", 1.5, ["= 1.5", "positive integer"]),
-        ("gradient_accumulation_steps", True, ["= true", "positive integer"]),
-        ("gradient_clipping", -1, ["= -1", "a non-negative number, true", "default 1.0"]),
-        ("gradient_clipping", float("inf"), ["non-negative number"]),
-        ("gradient_allreduce_op", "maen", ['"mean" or "sum"', 'did you mean "mean"']),
-        ("communication_data_type", "int8", ['"fp32", "fp16", "bf16" or null']),
-        ("zero_optimization.stage", 4, ["0, 1, 2 or 3"]),
-        ("zero_optimization.stage", True, ["0, 1, 2 or 3"]),
-        ("zero_optimization.mics_shard_size", 0, ["-1 or a positive integer"]),
-        ("zero_optimization.stage3_param_persistence_threshold", -1, ["non-negative integer", "100000"]),
-        ("zero_optimization.reduce_bucket_size", "big", ["non-negative number", "combiner"]),
-        ("zero_optimization.overlap_comm", "yes", ["true or false", "latency-hiding"]),
-        ("prescale_gradients", "true", ["true or false", "without quotes"]),
-        ("dataloader_drop_last", "true", ["true or false", "without quotes", "default false"]),
-        ("fp16.hysteresis", 0, ["an integer >= 1 and <= 2147483647", "default 2"]),
-        ("fp16.loss_scale_window", 2**31, ["<= 2147483647", "default 1000"]),
-        ("fp16.initial_scale_power", 128, ["= 128", "an integer >= 0 and <= 127", "default 16"]),
-        ("fp16.initial_scale_power", -1, ["= -1", "an integer >= 0 and <= 127"]),
-        ("fp16.loss_scale", 1e39, ["1e+39", "a number >= 0 in float32's range"]),
-        ("fp16.loss_scale", -1, ["= -1", "a number >= 0 in float32's range"]),
-        ("fp16.min_loss_scale", 0, ["= 0", "a number > 0 in float32's range", "default 1.0"]),
-        ("fp16.min_loss_scale", 1e-46, ["1e-46", "a number > 0 in float32's range"]),
-        ("fp16.auto_cast", "yes", ["true or false", "default false"]),
-        ("bf16.auto_cast", "yes", ['true, false or "auto"']),
-        ("optimizer", {"type": "Adamm"}, ["optimizer.type: 'Adamm'", "did you mean 'Adam'"]),
-        ("optimizer", {"type": "adamw", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'lr'"]),
-        ("scheduler", {"type": "WarmupLr"}, ["scheduler.type: 'WarmupLr'", "did you mean 'WarmupLR'"]),
-        ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0}}, ["cycle_max_lr: missing"]),
-        ("fp16", True, ["must be a section", "loss_scale_window", '{"enabled": true}']),
-        ("optimizer", "Adam", ["must be a section", "state_dtype, type", 'did you mean {"type": "Adam"}?']),
-        ("bf16", False, ["must be a section", 'did you mean {"enabled": false}?']),
-        ("optimizer", {"type": "Adam", "params": {"max_grad_norm": {}}}, ["max_grad_norm = {}", "gradient_clipping"]),
-        ("optimizer.params", {"lr": 1}, ["optimizer.type: required", "AdamW"]),
-        ("scheduler", {"type": "OneCycle", "params": [1]}, ["scheduler.params = [1]", "names and values"]),
-        ("mesh.zero", 0, ["-1 or a positive integer"]),
-        ("frozen_parameters", ["ok", "("], ['"(" does not compile', "regular expressions"]),
-        ("frozen_parameters", "embed", ['write ["embed"]']),
-        ("frozen_parameters", [1], ["1 is not a string"]),
-        ("trainable_parameters", "lora_", ['write ["lora_"]', "or null"]),
-        ("stack.unroll", "no", ['true, false or "auto"']),
-        ("compiler_options", {"a": [1]}, ["a = [1]", "true, false, a number or a string"]),
-        ("seed", -1, ["non-negative integer"]),
-        ("activation_checkpointing.policy", "matmul", ['did you mean "matmuls"']),
-        ("aio", 3, ["must be a section", "queue_depth"]),
-        ("tensorboard", True, ["must be a section", '{"enabled": true}']),
-    ],
-)
-def test_rejected_values(path, value, parts):
-    message = problem(nest(path, value))
-    assert message.startswith(path.split(".")[0])
-    for part in parts:
-        assert part in message
-
-
 def test_advice_fits_the_value():
     assert "quotes" not in problem({"seed": "x"})
-    assert "quotes" in problem({"mesh": {"zero": "3"}})
     assert problem({"zero_optimization": 3}) == (
         "zero_optimization = 3: must be a section {...} with the keys mics_shard_size, offload_optimizer, "
         "offload_param, stage, stage3_param_persistence_threshold, zero_hpz_partition_size, "
         "zero_quantized_gradients, zero_quantized_weights"
     )
-
-
-# ---- unknown keys ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "advice"),
-    [
-        ("grandient_accumulation_steps", 'did you mean "gradient_accumulation_steps"?'),
-        ("Train_Batch_Size", 'did you mean "train_batch_size"?'),
-        ("zero_optimization.stge", 'did you mean "stage"?'),
-        ("zero_optimization.gradient_clipping", "it belongs at the top level"),
-        ("stage", "it belongs in zero_optimization"),
-        ("loss_scale", "it belongs in fp16"),
-        ("stge", "did you mean zero_optimization.stage?"),
-        ("lr", "it belongs in optimizer.params"),
-        ("warmup_num_steps", "it belongs in scheduler.params"),
-        ("fp16.bf16", "the keys here are auto_cast, "),
-        ("mesh.model", "the keys here are context, data, expert, pipe, tensor, zero"),
-        ("timers.throughput.synchronised", 'did you mean "synchronized"?'),
-        ("flops_profiler.step", "the keys here are detailed, "),
-        ("tensorboard.jobname", 'did you mean "job_name"?'),
-        ("zero_optimization.offload_optimizer.pin_memry", 'did you mean "pin_memory"?'),
-        ("checkpoint.writer.typ", 'did you mean "type"?'),
-        ("qqqq", "docs/configuration.md lists all"),
-        ("zero_optimization.fp16", "the keys here are"),
-    ],
-)
-def test_unknown_key(path, advice):
-    message = problem(nest(path, 7))
-    assert message.startswith(f"{path} = 7: unknown key; ")
-    assert advice in message
-
-
-def test_keys_that_are_no_names():
-    assert "nested sections" in problem({"zero_optimization.stage": 3})
-    assert problem({3: 4}).startswith("3 = 4: unknown key")
-    assert problem({"fp16": {"a.b": 4}}).startswith("fp16.a.b = 4: unknown key")
 
 
 # ---- keys that something else does, keys to come --------------------------------------------------------------------
