@@ -35,13 +35,6 @@ def test_zero_keys_have_a_name_without_stage3(name):
     assert f"is another name of zero_optimization.stage3_{name}, also given" in both
 
 
-def test_a_second_name_is_honoured():
-    assert Config.load(nest("zero_optimization.param_persistence_threshold", 7)).zero_optimization == (
-        Config.load(nest("zero_optimization.stage3_param_persistence_threshold", 7)).zero_optimization
-    )
-    assert Config.load({"bfloat16": {"enabled": "auto"}}).autos == ("bf16.enabled",)
-
-
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -62,6 +55,7 @@ def test_numbers_and_flags_in_quotes():
     assert Config.load({"bf16": {"enabled": 1}}) == Config.load({"bf16": {"enabled": "1"}})
     assert Config.load({"bf16": {"enabled": "1"}}).precision == "bf16"
     assert Config.load({"bfloat16": {"enabled": "true"}}).precision == "bf16"
+    assert Config.load({"bfloat16": {"enabled": "auto"}}).autos == ("bf16.enabled",)
     assert Config.load({"bf16": {"auto_cast": "auto"}}).bf16.auto_cast == "auto"
     assert "without quotes" in problem({"train_batch_size": "32"})
     assert problem({"bf16": {"enabled": 2}}) == problem({"bf16": {"enabled": "2"}})
@@ -76,9 +70,6 @@ def test_no_progress_line(tmp_path, never):
     assert Config.load(tmp_path / "ds.json").steps_per_print is None
     for wrong in (-math.inf, 0, 1.5, math.nan):
         assert "a positive integer, Infinity (never) or null" in problem({"steps_per_print": wrong})
-
-
-# ---- keys that do nothing -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [key for key, row in keys.KEYS.items() if row.fate == "ignored"])
@@ -183,9 +174,6 @@ def test_passes_of_the_compiler_are_replaced():
 def test_every_other_name_is_that_of_a_key():
     known = {key for key, row in keys.KEYS.items() if row.fate != "ignored"} | set(screen.FIELDS)
     assert set(aliases.RENAMED.values()) - {"tensor_parallel.tp"} <= known
-
-
-# ---- messages -------------------------------------------------------------------------------------------------------
 
 
 def test_advice_leads_to_a_config_that_loads():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from helpers.configs import nest, problem
+from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,9 +75,6 @@ def test_a_batch_of_fewer_rows_than_replicas(given, text):
     assert str(error.value).endswith(text)
 
 
-# ---- mesh degrees ---------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([None, "data", "zero"]))
 def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     mesh = {"data": data, "zero": zero} | ({rest: -1} if rest else {})
@@ -127,8 +125,7 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
         assert math.prod(got.values()) == devices
         assert (got["data"], got["zero"]) == (outer or devices // fixed, shard or devices // fixed)
     else:
-        with pytest.raises(ConfigError, match=rf"the number of devices, {devices}; what fits: "):
-            Config.load(source).mesh_degrees(devices)
+        refuses(lambda: Config.load(source).mesh_degrees(devices), rf"the number of devices, {devices}; what fits: ")
 
 
 @pytest.mark.parametrize(
@@ -166,5 +163,4 @@ def test_mesh_errors(given, parts):
     ],
 )
 def test_no_size(call, words):
-    with pytest.raises(ConfigError, match=words):
-        call()
+    refuses(call, words)

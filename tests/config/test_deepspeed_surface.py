@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.engines import FEATURES, UNIT, Net, assert_same, build, config, engine, mesh, parts, rows, three_calls
+from helpers.engines import FEATURES, UNIT, Net, assert_same, build, config, engine, parts, rows, three_calls
+from helpers.refusals import refuses
+from helpers.steps import mesh
 
 import jzero
 from jzero.run.deepspeed_names import READ
@@ -69,8 +71,7 @@ def test_what_reads_the_config():
     for name, more in replaced.items():
         e = build(1, more=more)[0]
         assert [other for other in replaced if getattr(e, other)()] == [name]
-    with pytest.raises(jzero.ConfigError, match=r"engine.loss_scale\(\): write engine.loss_scale, without parentheses"):
-        e.loss_scale()
+    refuses(e.loss_scale, r"engine.loss_scale\(\): write engine.loss_scale, without parentheses")
     with pytest.raises(AttributeError, match="no attribute 'nonsense'") as error:
         e.nonsense  # noqa: B018
     assert not isinstance(error.value, jzero.ConfigError)
@@ -118,10 +119,8 @@ def test_inputs_by_their_names():
 
 def test_initialize_without_names():
     words = r"initialize: 2 arguments without a name: write .*model=\.\.\., config="
-    with pytest.raises(jzero.ConfigError, match=words):
-        jzero.initialize(argparse.Namespace(), Net())
-    with pytest.raises(jzero.ConfigError, match=r"initialize: model is missing"):
-        jzero.initialize(config=config())
+    refuses(lambda: jzero.initialize(argparse.Namespace(), Net()), words)
+    refuses(lambda: jzero.initialize(config=config()), r"initialize: model is missing")
 
 
 @pytest.mark.parametrize(
