@@ -3,7 +3,6 @@
 import signal
 
 import pytest
-from jobs import wait_for
 from planning import A
 from workers import CPU, WORKER
 
@@ -85,9 +84,7 @@ def test_an_unexpected_error_in_the_launcher(faulty, fault):
 )
 def test_a_launcher_that_is_stuck_ends_after_sigterm(faulty, fault):
     """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""
-    job = faulty(fault, "--grace", 1).until(("ready", 2))
-    if "sleeps" in fault:
-        wait_for(lambda: "stuck" in job.output, 20, lambda: job.output)
+    job = faulty(fault, "--grace", 1).until("stuck" if "sleeps" in fault else ("ready", 2))
     job.kill(job.process.pid, signal.SIGTERM)
     code = job.wait(20)
     job.gone(10)
