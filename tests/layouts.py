@@ -56,8 +56,7 @@ class Net:
     def suffix(self, ends, x, batch, rng):
         return ((x @ ends["last"] - batch["y"]).astype(jnp.float32) ** 2).mean()
 
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
 
 def data(samples=100):

@@ -50,8 +50,6 @@ def test_configs_of_many_projects():
     assert len(FILES) != 62 or len(stopped) <= 1
 
 
-# ---- configs in the manner of ... -----------------------------------------------------------------------------------
-
 A = "auto"
 SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 LEFT_OPEN = {

@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.engines import REPLICAS, assert_same, build, engine, mesh, parts, rows, three_calls
+from helpers.engines import REPLICAS, assert_same, build, engine, parts, rows, three_calls
+from helpers.refusals import refused, refuses
 from helpers.sampling import keep
+from helpers.steps import mesh
 
 import jzero
 from jzero.step.setup import resolve
@@ -33,25 +35,17 @@ def squares(outputs, labels):
 
 
 def config(stage=0, **more):
-    return {
-        "train_batch_size": 16,
-        "gradient_clipping": 0,
-        "optimizer": ADAM,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_batch_size": 16, "gradient_clipping": 0, "optimizer": ADAM, "zero_optimization": zero, **more}
 
 
-def small(stage=0, **more):
-    return jzero.initialize(model=Net, criterion=squares, config=config(stage, **more), mesh=mesh())[0]
+def small(stage=0, criterion=squares, **more):
+    return jzero.initialize(model=Net, criterion=criterion, config=config(stage, **more), mesh=mesh())[0]
 
 
 def batch(seed):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(16, 4)).astype("f4"), rng.normal(size=(16, 1)).astype("f4")
-
-
-# ------------------------------------------------------------------------------------------- set_lr
 
 
 def plain(rates, scale=lambda name: 1.0, decay=lambda name: 0.1):
@@ -85,9 +79,7 @@ def test_set_lr_is_adamw_at_these_rates(stage):
         traced.append(1)
         return squares(outputs, labels)
 
-    e = jzero.initialize(
-        model=Net, criterion=counted, config=config(stage, optimizer=GROUPS, ema={"decay": 0.5}), mesh=mesh()
-    )[0]
+    e = small(stage, counted, optimizer=GROUPS, ema={"decay": 0.5})
     rates, traces = [0.01, 0.03, 0.0, 0.002], []
     for i, rate in enumerate(rates):
         if i:
@@ -131,12 +123,7 @@ def test_a_checkpoint_keeps_the_rate_that_was_set(tmp_path):
         ({"lr_scheduler": lambda n: 0.1}, {}, 0.1, "a scheduler sets the rate of every step"),
         ({"optimizer": optax.sgd(0.1)}, {}, 0.1, "the optimizer is your own"),
         ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, 0.1, "the config's rate is 0"),
-        (
-            {},
-            {"optimizer": {"type": "madgrad", "params": {"lr": 0.1}}},
-            0.1,
-            "madgrad has steps that are not proportional",
-        ),
+        ({}, {"optimizer": {"type": "madgrad", "params": {"lr": 0.1}}}, 0.1, "madgrad has steps that are not proport"),
         ({}, {}, -1, "must be a number, 0 or greater"),
         ({}, {}, float("nan"), "must be a number, 0 or greater"),
         ({}, {}, [0.1], "must be a number, 0 or greater"),
@@ -145,13 +132,7 @@ def test_a_checkpoint_keeps_the_rate_that_was_set(tmp_path):
 def test_rates_that_cannot_be_set(arguments, more, lr, words):
     model = jzero.from_flax(Net, criterion=squares)
     step = TrainStep(resolve(model, jzero.Config.load(config(**more)), mesh=mesh(), **arguments))
-    with pytest.raises(jzero.ConfigError) as error:
-        step.set_lr(lr)
-    assert f"set_lr({lr!r}): " in str(error.value)
-    assert words in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------- what can be read
+    refused(lambda: step.set_lr(lr), f"set_lr({lr!r}): ", words)
 
 
 def test_the_optimizer_and_the_scheduler():
@@ -191,8 +172,7 @@ def test_zero_grad_has_nothing_to_do():
     theirs.optimizer.zero_grad()
     assert_same(plain_loop.state.params, theirs.state.params)
     theirs.backward(theirs(parts(0)[0]))
-    with pytest.raises(jzero.ConfigError, match=r"zero_grad: 1 micro-batches wait for step\(\)"):
-        theirs.optimizer.zero_grad()
+    refuses(theirs.optimizer.zero_grad, r"zero_grad: 1 micro-batches wait for step\(\)")
 
 
 def test_batches_belong_on_the_host():
@@ -200,9 +180,6 @@ def test_batches_belong_on_the_host():
     e = engine()
     tensors = {name: torch.from_numpy(x).to(e.device) for name, x in rows(0).items()}
     assert e.train_batch(tensors) == engine().train_batch(rows(0))
-
-
-# ------------------------------------------------------------------------------------------- what to write instead
 
 
 @pytest.mark.parametrize(
@@ -234,14 +211,9 @@ def test_what_has_no_meaning_says_what_to_write(call, words):
     assert "\n" not in str(error.value)
     assert loss.item() == float(loss)
 
-
-def test_param_groups_cannot_be_written():
-    e = engine()
     groups = e.optimizer.param_groups
-    with pytest.raises(jzero.ConfigError, match=r"'lr'\] = 0.1: param_groups are read-only; write engine.set_lr"):
-        groups[0]["lr"] = 0.1
-    with pytest.raises(jzero.ConfigError, match=r"weight_decay in the config's optimizer.groups"):
-        groups[0]["weight_decay"] = 0.1
+    refused(lambda: groups[0].__setitem__("lr", 0.1), "'lr'] = 0.1: param_groups are read-only; write engine.set_lr")
+    refused(lambda: groups[0].__setitem__("weight_decay", 1), "weight_decay in the config's optimizer.groups")
 
 
 @pytest.mark.parametrize(
@@ -254,12 +226,7 @@ def test_param_groups_cannot_be_written():
     ],
 )
 def test_arguments_of_deepspeeds_pipeline_module(argument, words):
-    with pytest.raises(jzero.ConfigError) as error:
-        jzero.PipelineModule([nnx.relu], loss_fn=squares, **{argument: 1})
-    assert words in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------- the command line
+    refused(lambda: jzero.PipelineModule([nnx.relu], loss_fn=squares, **{argument: 1}), words)
 
 
 @pytest.mark.parametrize("own", [None, {"type": int}, {"type": int, "default": -1}, {"type": str, "default": "0"}])

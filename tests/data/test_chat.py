@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.chats import MARKED, QWEN3, TEMPLATES, make_tokenizer, turns
 from helpers.loaders import Sizes
+from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,17 +20,14 @@ CHATS = [
     turns("  spaces ", "\n\nand lines\n\n", "hé", "ñ 你好"),
     turns("a question", ""),
 ]
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
-def expected(name, messages, **more):
+def expected(name, messages):
     """(tokens, trained) by the template with {% generation %} blocks, as `transformers` reads it."""
-    found = make_tokenizer(MARKED[name]).apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, **more
-    )
+    masks = {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = make_tokenizer(MARKED[name]).apply_chat_template(messages, **masks)
     return found["input_ids"], [bool(x) for x in found["assistant_masks"]]
 
 
@@ -198,8 +196,7 @@ def test_a_template_that_rewrites_earlier_turns():
     ],
 )
 def test_what_does_not_fit(dataset, options, words):
-    with pytest.raises(jzero.ConfigError, match=words):
-        Chat(dataset, make_tokenizer(TEMPLATES["mistral"]), **{"length": 99, **options})
+    refuses(lambda: Chat(dataset, make_tokenizer(TEMPLATES["mistral"]), **{"length": 99, **options}), words)
 
 
 @pytest.mark.parametrize(("too_long", "rest"), [("drop", ""), ("cut", ", 2 of 2 have no token to train on in a row")])
@@ -249,7 +246,5 @@ def test_without_jinja2(monkeypatch, source):
 
 
 def test_tokenizers_that_do_not_fit():
-    with pytest.raises(jzero.ConfigError, match="tokenizer is str: must be a fast tokenizer of transformers"):
-        Chat(CHATS, "Qwen3-8B", length=99)
-    with pytest.raises(jzero.ConfigError, match=r"chat_template"):
-        Chat(CHATS, make_tokenizer(None), length=99)
+    refuses(lambda: Chat(CHATS, "Qwen3-8B", length=99), "tokenizer is str: must be a fast tokenizer of transformers")
+    refuses(lambda: Chat(CHATS, make_tokenizer(None), length=99), r"chat_template")

@@ -10,7 +10,10 @@ import pytest
 from flax import nnx
 from helpers.curricula import LEGACY, LENGTH, NEWER
 from helpers.engines import printed, three_calls
+from helpers.oracle import plain_loop
+from helpers.refusals import refuses
 from helpers.sampling import keep
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.config import Config
@@ -20,9 +23,6 @@ from jzero.planner import memory
 
 VOCABULARY, ROWS = 11, 8
 LENGTHS = [4, 8, 8, 12, 12]  # of the first steps
-
-
-# ------------------------------------------------------------------------------------------- the schedules
 
 
 class Scheduler:
@@ -55,13 +55,8 @@ class Scheduler:
 
 
 def curriculum(low, high, kind, config):
-    section = {
-        **LEGACY,
-        "min_difficulty": low,
-        "max_difficulty": high,
-        "schedule_type": kind,
-        "schedule_config": config,
-    }
+    kinds = {"min_difficulty": low, "max_difficulty": high, "schedule_type": kind, "schedule_config": config}
+    section = LEGACY | kinds
     return curriculum_of(Config.load({"curriculum_learning": section}))
 
 
@@ -88,20 +83,18 @@ def test_the_lengths_are_deepspeeds(low, high, kind, config):
     assert most == len(set(expected)) or len(set(expected)) <= most <= (high - low) // config["difficulty_step"] + 2
 
 
+SGD = {"train_batch_size": ROWS, "curriculum_learning": LEGACY, "optimizer": {"type": "SGD", "params": {"lr": 0}}}
+
+
 def test_the_number_of_programs_in_the_report():
-    config = {"train_batch_size": ROWS, "curriculum_learning": LEGACY, "optimizer": {"type": "SGD"}}
-    step = jzero.initialize(model=Bigrams(), config=config)[0].step_fn
+    step = jzero.initialize(model=Bigrams(), config=SGD)[0].step_fn
     text = " ".join(jzero.report(step).split())
     assert "from 4 to 12: up to 3 lengths, and each compiles the step once (a larger difficulty_step than 4" in text
 
 
-# ------------------------------------------------------------------------------------------- the cut
-
-
 def cut(batch, step=1, **more):
-    return Curriculum("curriculum_learning", Config.load({"curriculum_learning": LEGACY}).curriculum_learning).cut(
-        batch, step, **more
-    )
+    section = Config.load({"curriculum_learning": LEGACY}).curriculum_learning
+    return Curriculum("curriculum_learning", section).cut(batch, step, **more)
 
 
 def test_what_is_cut():
@@ -124,9 +117,6 @@ def test_a_batch_without_the_length_is_an_error():
     with pytest.raises(jzero.ConfigError, match=r"max_difficulty = 12.*second dimension \(x \[2, 7\], y \[2\]\)"):
         cut({"x": np.zeros((2, 7)), "y": np.zeros(2)})
     assert cut(np.zeros((2, 7)), part="labels").shape == (2, 7)
-
-
-# ------------------------------------------------------------------------------------------- training
 
 
 class Bigrams:
@@ -154,26 +144,18 @@ def tokens(seed, rows=ROWS):
 
 
 def build(section=LEGACY, key="curriculum_learning", more=None, **arguments):
-    config = {
-        "train_batch_size": ROWS, "gradient_accumulation_steps": 2, "steps_per_print": 1, key: section,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0,
-        **(more or {}),
-    }  # fmt: skip
-    mesh = jzero.make_mesh(devices=jax.devices()[:2])
-    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh, **arguments)[0]
+    config = settings(ROWS, accum=2, lr=0.5, steps_per_print=1, **{key: section}, **(more or {}))
+    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh(2), **arguments)[0]
 
 
 def plain(engine, steps):
-    """The losses of plain JAX from the engine's parameters, on cut batches."""
-    params, tx, losses = jax.device_get(engine.state.params), optax.sgd(0.5), []
-    state = tx.init(params)
-    for seed, length in zip(range(steps), LENGTHS, strict=False):
-        batch = {name: x[:, :length] for name, x in tokens(seed).items()}
-        loss, gradients = jax.jit(jax.value_and_grad(bigram_loss))(params, batch)
-        updates, state = tx.update(gradients, state)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
-    return losses, params
+    """Return the losses and the parameters of plain JAX from the engine's parameters, on cut batches."""
+    batches = [
+        {name: x[:, :length] for name, x in tokens(seed).items()}
+        for seed, length in zip(range(steps), LENGTHS, strict=False)
+    ]
+    run = plain_loop(bigram_loss, jax.device_get(engine.state.params), batches, optax.sgd(0.5))
+    return run.losses, run.params
 
 
 def halves(batch):
@@ -185,11 +167,10 @@ LOOPS = ["batches", "iterator", "three calls", "training_data", "newer keys"]
 
 @pytest.mark.parametrize("loop", keep(LOOPS, ["training_data"]))
 def test_training_is_plain_jax_on_cut_batches(loop, capsys):
-    more = {}
-    if loop == "training_data":
-        more["training_data"] = lambda: iter(
-            [{n: x[i] for n, x in tokens(s).items()} for s in range(5) for i in range(8)]
-        )
+    def samples():
+        return ({name: x[i] for name, x in tokens(seed).items()} for seed in range(5) for i in range(8))
+
+    more = {"training_data": samples} if loop == "training_data" else {}
     engine = build(NEWER, "data_efficiency", **more) if loop == "newer keys" else build(**more)
     expected, params = plain(engine, 5)
     losses = []
@@ -219,12 +200,7 @@ def test_a_criterion_outside_of_the_model():
     def criterion(outputs, labels):
         return ((outputs.sum((1, 2)) - labels) ** 2).mean()
 
-    config = {
-        "train_batch_size": ROWS,
-        "curriculum_learning": LEGACY,
-        "optimizer": {"type": "SGD", "params": {"lr": 0}},
-    }
-    engine = jzero.initialize(model=Sums, criterion=criterion, config=config)[0]
+    engine = jzero.initialize(model=Sums, criterion=criterion, config=SGD)[0]
     table = np.asarray(engine.state.params["embed"]["embedding"])
     for step, length in enumerate(LENGTHS):
         x, labels = tokens(step)["inputs"], np.arange(ROWS, dtype=np.float32)
@@ -286,12 +262,9 @@ def test_the_shapes_before_a_cut():
     """Arrays that were not cut stay, also with the columns of one that was."""
     curriculum = curriculum_of(Config.load({"curriculum_learning": LEGACY}))
     batch = {
-        "x": np.zeros((2, LENGTH)),
-        "next": np.zeros((2, LENGTH + 1, 3)),
-        "y": np.zeros((2, 4, 5)),
+        "x": np.zeros((2, LENGTH)), "next": np.zeros((2, LENGTH + 1, 3)), "y": np.zeros((2, 4, 5)), "z": np.ones(2),
         "features": np.zeros((2, 4)),  # 4 is the length of the first step
-        "z": np.ones(2),
-    }
+    }  # fmt: skip
     shapes = jax.eval_shape(lambda x: x, curriculum.cut(batch, 1))
     assert [shapes[name].shape for name in ("x", "next")] == [(2, 4), (2, 5, 3)]
     assert {name: x.shape for name, x in curriculum.uncut(shapes).items()} == {n: x.shape for n, x in batch.items()}
@@ -311,8 +284,7 @@ def test_functions_of_your_own():
         states.append(state)
         return {name: x[:, : state["current_difficulties"]["seqlen"] - 1] for name, x in batch.items()}
 
-    with pytest.raises(jzero.ConfigError, match=r'schedule_type = "custom": no function; call engine.set_custom'):
-        engine.train_batch(tokens(0))
+    refuses(lambda: engine.train_batch(tokens(0)), r'schedule_type = "custom": no function; call engine.set_custom')
     engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 3 * step})
     engine.train_batch(tokens(0))
     engine.set_data_post_process_func(own)
@@ -320,19 +292,13 @@ def test_functions_of_your_own():
     assert engine.step_fn.model.seen == {3, 5}
     assert states == [{"curriculum_step": 2, "current_difficulties": {"seqlen": 6}}]
     engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 13})
-    with pytest.raises(
-        jzero.ConfigError, match="returned 13 for step 3: must be an integer from 1 to max_difficulty 12"
-    ):
-        engine.train_batch(tokens(0))
-    with pytest.raises(jzero.ConfigError, match="write 'seqlen': function"):
-        engine.set_custom_curriculum_learning_schedule({"voc": lambda step: 3})
+    words = "returned 13 for step 3: must be an integer from 1 to max_difficulty 12"
+    refuses(lambda: engine.train_batch(tokens(0)), words)
+    refuses(lambda: engine.set_custom_curriculum_learning_schedule({"voc": lambda step: 3}), "write 'seqlen': function")
     with pytest.raises(jzero.ConfigError, match="set_data_post_process_func: the config has no curriculum"):
         build({**LEGACY, "enabled": False}).set_data_post_process_func(own)
 
 
 def test_a_train_step_without_an_engine_refuses():
-    config = {"train_batch_size": ROWS, "curriculum_learning": LEGACY, "optimizer": {"type": "SGD"}}
-    with pytest.raises(
-        jzero.ConfigError, match=r"curriculum_learning: the engine of jzero.initialize cuts the batches"
-    ):
-        jzero.make_train_step(Bigrams(), config)
+    with pytest.raises(jzero.ConfigError, match=r"curriculum_learning: the engine of jzero.initialize cuts the batch"):
+        jzero.make_train_step(Bigrams(), SGD)

@@ -20,8 +20,6 @@ from jzero.data.stream import StreamSpec, micro_batches
 from jzero.mesh import batch_spec
 from jzero.step.batch import rows_of_this_process
 
-# ------------------------------------------------------------------------------------------- the order
-
 
 @pytest.mark.parametrize("kind", ["arrays", "function"])
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -71,9 +69,6 @@ def test_a_shuffle_of_10_to_the_9_is_quick():
     chosen = shuffled(np.arange(10**9 - 64, 10**9), 10**9, 0, 0)  # no array of 8 GB
     assert len(set(chosen.tolist())) == 64
     assert 0 <= chosen.min() < chosen.max() < 10**9
-
-
-# ------------------------------------------------------------------------------------------- epochs and position
 
 
 @settings(max_examples=150, deadline=None)
@@ -205,9 +200,6 @@ def test_an_epoch_that_a_larger_batch_ends_at_once(kind):
     assert given + numbers(loader) == [*range(16), *range(20)]
     assert loader.position == {"epoch": 2, "samples": 0}
     assert numbers(loader) == [*range(20)]
-
-
-# ------------------------------------------------------------------------------------------- one process of many
 
 
 @pytest.mark.parametrize(("pipe", "local"), [(1, 2), (2, 4), (1, 8)])

@@ -49,8 +49,6 @@ def is_short(error):
     return len(lines) == min(len(problems), 21) and max(map(len, lines)) < 2100
 
 
-# ---------------------------------------------------------------- mutations
-
 HOSTILE = [
     None, True, False, 0, -1, 1, 2**31 - 1, 2**31, 2**63, 10**30, -(10**400), 1e-320, 1e308, float("inf"), float("nan"),
     "", "auto", "none", "\0", "\ud800", "\u202e", "a\nb", "../../x", "~", "/dev/zero", "1e400", "9" * 5000, "x" * 10**5,

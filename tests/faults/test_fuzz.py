@@ -33,8 +33,6 @@ from jzero.optimizers import lr_schedules, table
 from jzero.plots import history, run_plots
 from jzero.plots.history import METRICS
 
-# ---------------------------------------------------------------- configs
-
 CONFIG = {
     "train_batch_size": 64, "gradient_accumulation_steps": 2, "steps_per_print": 10, "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
@@ -113,8 +111,6 @@ def steps(r, folder):
     jzero.make_train_step(Linear(), config)
 
 
-# ---------------------------------------------------------------- hostfiles, filters, variables
-
 HOSTS = "worker-1 slots=8  # the first\nworker-2 slots=4\n10.0.0.7 slots=2\n[fe80::1] slots=1\n"
 INSIDE = "@:,=-#[] 0199\t\n\0\u0668\u2028\ud800(x)"
 VARIABLES = [
@@ -144,9 +140,6 @@ def hostfiles(r, folder):
             hosts = {host: list(range(n)) for host, n in slots.items()}
             hostfile.select_hosts(hosts, include=garbled(r, "worker-1@worker-2:0,2", INSIDE))
             hostfile.visible_devices({"CUDA_VISIBLE_DEVICES": garbled(r, "0,1,GPU-12ab", INSIDE)})
-
-
-# ---------------------------------------------------------------- checkpoints
 
 
 @functools.cache
@@ -220,8 +213,6 @@ def latest(r, folder):
         remove(path)
 
 
-# ---------------------------------------------------------------- ledgers
-
 ORDER = {"samples": 24, "seed": 7, "drop_last": True}
 RECORDS = [
     {"kind": "start", "time": 10.0, "began": 1.0, "new": True, "attempt": "a 0", "devices": 2, "device": "cpu",
@@ -274,9 +265,6 @@ def ledgers(r, folder):
         ledger.read(run).rows(step)
 
 
-# ---------------------------------------------------------------- the rendezvous
-
-
 def send_in_pieces(r, port, data):
     """Call, send `data` in one to five pieces, and return what comes back in the meantime."""
     heard = b""
@@ -322,9 +310,6 @@ def rendezvous(r, folder):
             one.result(30)
     if wrong:
         raise wrong
-
-
-# ---------------------------------------------------------------- tests
 
 
 @pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")  # about regular expressions that it makes

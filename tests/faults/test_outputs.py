@@ -1,36 +1,34 @@
-"""The keys that name files to write: all are known, checked at the start, and none takes another's file."""
+"""Files to write: all keys that name one are checked at the start, and none follows a link or takes another's file."""
 
 import contextlib
 import os
 import re
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.regression import CONFIG, Regression
 
 import jzero
+from jzero.checkpoint.directory import write_atomically
+from jzero.cli import pid_file
 from jzero.config.config import OUTPUTS
 from jzero.config.fields import kind_of
 from jzero.config.screen import FIELDS
+from jzero.data import write_tokens
+from jzero.distributed import heartbeat
 from jzero.errors import PassingError
-from jzero.files import read_file
+from jzero.files import create, read_file
 from jzero.values import kinds
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 
 
-class Regression:
-    def init(self, rng):
-        return {"w": jnp.zeros((3,))}
-
-    def loss(self, params, batch, rng):
-        return jnp.mean((batch["x"] @ params["w"]) ** 2)
-
-
-BATCH = {"x": np.ones((8, 3), np.float32)}
-CONFIG = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+BATCH = {"x": np.ones((8, 3), np.float32), "y": np.zeros(8, np.float32)}
 FILES = ("csv_monitor", "jsonl_monitor", "tensorboard")
 SERVICES = ("wandb", "comet")
 
@@ -49,9 +47,6 @@ def start(key, path):
     if key == "resume":
         return jzero.initialize(model=Regression(), config=CONFIG, resume=path)[0]
     return jzero.initialize(model=Regression(), config=CONFIG | sections(key, path))[0]
-
-
-# ------------------------------------------------------------------ what a config can reach
 
 
 def test_every_text_that_names_a_file_is_known():
@@ -116,9 +111,6 @@ def test_monitors_follow_no_link(tmp_path, key, name, refused):
         engine.train_batch(BATCH)
         engine._observers.close()
     assert (tmp_path / "mine").read_text() == "precious"
-
-
-# ------------------------------------------------------------------ places that cannot be written
 
 
 @contextlib.contextmanager
@@ -192,3 +184,90 @@ def test_reading_a_directory_leaves_no_descriptor_open(tmp_path):
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+class Letters:
+    vocab_size, end = 128, 0
+
+    def encode(self, text):
+        return list(text.encode())
+
+
+def latest(folder):
+    write_atomically(folder / "latest", "global_step3")
+    return folder / "latest"
+
+
+def progress(folder):
+    heartbeat.write(str(folder / "latest"), "3 4")
+    return folder / "latest"
+
+
+def tokens(folder):
+    write_tokens(["abc"], folder / "latest.npy", Letters())
+    return folder / "latest.npy"
+
+
+WRITERS = [(latest, "latest.new"), (progress, "latest.new"), (tokens, "latest.unfinished")]
+
+
+@pytest.mark.parametrize(("write", "name"), WRITERS)
+def test_no_link_is_followed(write, name, tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    folder.mkdir()
+    victim.write_text("precious")
+    for target in (victim, tmp_path / "nothing", folder):
+        (folder / name).symlink_to(target)
+        written = write(folder)
+        assert written.stat().st_size
+        assert not written.is_symlink()
+        assert not (folder / name).is_symlink()
+    assert victim.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shared", "victim"]
+
+
+@pytest.mark.parametrize(("write", "name"), WRITERS)
+def test_no_fifo_blocks(write, name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    written = write(tmp_path)
+    assert stat.S_ISREG(written.stat().st_mode)
+    found = np.load(written).tolist() if written.suffix else written.read_text()
+    assert found == {latest: "global_step3", progress: "3 4", tokens: [97, 98, 99, 0]}[write]
+
+
+def test_an_open_name_is_refused_rather_than_shared(tmp_path, monkeypatch):
+    """Another user makes the link between the removal of the name and the opening."""
+    (tmp_path / "victim").write_text("precious")
+    monkeypatch.setattr(os, "unlink", lambda path: Path(path).symlink_to(tmp_path / "victim"))
+    with pytest.raises(FileExistsError):
+        create(tmp_path / "name")
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_the_pid_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    file = tmp_path / f"{os.getpid()}.jzero"
+    (tmp_path / "victim").write_text("precious")
+    file.symlink_to(tmp_path / "victim")
+    with pid_file():
+        assert file.read_text() == f"{os.getpid()}\n"
+        assert not file.is_symlink()
+    assert not file.exists()
+    assert (tmp_path / "victim").read_text() == "precious"
+    file.mkdir()  # cannot be removed, as another user's file in /tmp cannot
+    with pytest.raises(jzero.ConfigError, match=r"--save_pid: .*\.jzero: .*remove it"), pid_file():
+        pass
+    assert file.is_dir()
+
+
+@pytest.mark.processes
+def test_the_agents_folder_is_private(tmp_path):
+    code = "import os; f = os.path.dirname(os.environ['JZERO_PROGRESS']); print(f, oct(os.stat(f).st_mode & 0o777))"
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, "-m", "jzero", "--platform=cpu", "--no_local_rank", "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    folder, mode = done.stdout.split()
+    assert mode == "0o700"
+    assert Path(folder).parent == tmp_path
+    assert not Path(folder).exists()

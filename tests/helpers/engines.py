@@ -5,6 +5,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers.steps import mesh
 
 import jzero
 from jzero.model import stack_loss
@@ -32,8 +33,7 @@ class Net:
         error = ((x @ ends["out"] - batch["y"]) ** 2).mean(-1)
         return jzero.Mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
 
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
 
 def rows(seed, n=TRAIN):
@@ -59,10 +59,6 @@ def config(stage=2, **more):
     }
 
 
-def mesh(zero=REPLICAS, data=1):
-    return jzero.make_mesh(zero=zero, data=data, devices=jax.devices()[: zero * data])
-
-
 @lru_cache
 def compiled(stage):
     """(step, its first state): compiled once, for the tests that need no config of their own."""
@@ -79,7 +75,7 @@ def engine(stage=2):
 
 def build(stage=2, *, zero=REPLICAS, data=1, model=None, more=None, **arguments):
     return jzero.initialize(
-        model=model or Net(), config=config(stage, **(more or {})), mesh=mesh(zero, data), **arguments
+        model=model or Net(), config=config(stage, **(more or {})), mesh=mesh(zero, data=data), **arguments
     )
 
 

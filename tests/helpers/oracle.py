@@ -31,6 +31,14 @@ def mean_of(model):
     return mean
 
 
+def stacked_loss(model, params, batch, rng):
+    """The loss of a model with a stack, layer after layer."""
+    x = model.prefix(params["ends"], batch, rng)
+    for i in range(len(jax.tree.leaves(params["stack"])[0])):
+        x = model.block(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x, rng)
+    return model.suffix(params["ends"], x, batch, rng)
+
+
 def plain_loop(loss, params, batches, tx):
     """One step of optax for each batch; `loss(params, batch)` is a number."""
 

@@ -55,8 +55,7 @@ class Decoder:
     def suffix(self, ends, x, batch, rng):
         return vocab_parallel.cross_entropy(x, ends["embed"].T if self.tied else ends["head"], batch["labels"])
 
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
 
 def drop(x, rng):

@@ -1,4 +1,4 @@
-"""Asserts that a mistake is refused before anything compiles."""
+"""Asserts that a mistake is refused, also before anything compiles."""
 
 import jax
 import pytest
@@ -9,6 +9,13 @@ compilations = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: compilations.append(event) if event.endswith("backend_compile_duration") else None
 )
+
+
+def refuses(call, pattern=""):
+    """The call is a ConfigError whose text matches the pattern; return the text."""
+    with pytest.raises(jzero.ConfigError, match=pattern) as error:
+        call()
+    return str(error.value)
 
 
 def refused(call, *parts):

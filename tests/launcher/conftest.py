@@ -2,6 +2,7 @@ import signal
 
 import pytest
 from jobs import Command
+from planning import Here
 from saving import job, straight  # noqa: F401  # fixtures of the tests of saving
 from workers import WORKER
 
@@ -11,10 +12,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a job; kill what is left of it after the test."""
+    """Start a job, with a program as its worker.py; kill what is left of it after the test."""
     commands = []
 
-    def start(*arguments, **keywords):
+    def start(*arguments, program=None, **keywords):
+        if program:
+            (tmp_path / "worker.py").write_text(program)
         commands.append(Command(*arguments, cwd=tmp_path, **keywords))
         return commands[-1]
 
@@ -28,3 +31,8 @@ def worker(tmp_path):
     path = tmp_path / "worker.py"
     path.write_text(WORKER)
     return path.name
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return Here(tmp_path, monkeypatch, capsys)

@@ -30,10 +30,8 @@ class Hosts:
         Path("/run/sshd").mkdir(exist_ok=True)
         for key in ("host", "user"):
             sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
-        (folder / "config").write_text(
-            f"Host *\n IdentityFile {folder}/user\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n"
-            " LogLevel ERROR\n"
-        )
+        options = (f"IdentityFile {folder}/user", "StrictHostKeyChecking no", "UserKnownHostsFile /dev/null")
+        (folder / "config").write_text("\n ".join(["Host *", *options, "LogLevel ERROR\n"]))
         self.remove()
         for name in self.names.values():
             sh("ip", "netns", "add", name)

@@ -31,13 +31,18 @@ class Command:
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, *main, *map(str, arguments), self.token],
-                cwd=cwd, env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}), stdout=out, stderr=err,
+                cwd=cwd, env=clean | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"} | (env or {}), stdout=out, stderr=err,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
     def wait(self, seconds=PATIENCE):
         """Wait for the end; return the exit code."""
         return self.process.wait(seconds)
+
+    def ended(self, code=0, seconds=PATIENCE):
+        """Wait for the end with this exit code; return the command."""
+        assert self.wait(seconds) == code, self.errors
+        return self
 
     @property
     def output(self):
@@ -102,6 +107,14 @@ class Command:
             except ProcessLookupError:
                 continue
         self.process.wait(5)
+
+
+def stand_in(folder, name, lines):
+    """Write a shell script in the place of a program; return the PATH on which it comes first."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{lines}")
+    (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
 def wait_for(condition, seconds, say):

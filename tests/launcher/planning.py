@@ -7,11 +7,7 @@ import yaml
 
 from jzero import cli
 
-A, B, C = (
-    "198.51.100.1",
-    "198.51.100.2",
-    "198.51.100.3",
-)  # reserved for documentation (RFC 5737), so no machine has them
+A, B, C = (f"198.51.100.{i}" for i in (1, 2, 3))  # reserved for documentation (RFC 5737), so no machine has them
 
 
 class Here:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from jobs import QUICK, ROOT, Command
+from workers import CPU
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -61,19 +62,13 @@ train(engine)
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(start):
     """Start a worker with a program: `job(program, ..., options=[...])`."""
-    started = []
 
     def job(program, *arguments, options=(), processes=2, **env):
-        (tmp_path / "worker.py").write_text(WORKER + program)
-        command = ["--platform", "cpu", "--num_gpus", processes, *options, "worker.py", *arguments]
-        started.append(Command(*command, cwd=tmp_path, env=QUICK | env))
-        return started[-1]
+        return start(*CPU, processes, *options, "worker.py", *arguments, program=WORKER + program, env=QUICK | env)
 
-    yield job
-    for command in started:
-        command.end()
+    return job
 
 
 def losses(output, rank=0):
@@ -93,10 +88,8 @@ def straight(tmp_path_factory):
         if layout not in made:
             path = tmp_path_factory.mktemp("straight")
             (path / "worker.py").write_text(WORKER + TRAIN)
-            command = ["--platform", "cpu", "--num_gpus", 2, "worker.py", "train", layout, path / "runs"]
-            done = Command(*command, cwd=path, env=QUICK)
-            assert done.wait() == 0, done.errors
-            made[layout] = losses(done.output)
+            done = Command(*CPU, 2, "worker.py", "train", layout, path / "runs", cwd=path, env=QUICK)
+            made[layout] = losses(done.ended().output)
             assert list(made[layout]) == list(range(1, STEPS + 1))
         return made[layout]
 

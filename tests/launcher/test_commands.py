@@ -8,7 +8,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import A, B, Here
+from planning import A, B
 
 import jzero
 from jzero import cli
@@ -19,32 +19,8 @@ from jzero.launcher.job import make_job
 from jzero.launcher.transports import BOOT, agent_command, handover_env
 
 NASTY = [
-    "it's",
-    '"two"',
-    "$HOME",
-    "$(id)",
-    "$$",
-    "`id`",
-    "a;b",
-    "a\nb",
-    "*",
-    "",
-    "a b",
-    "\\",
-    "é",
-    "~",
-    "#",
-    "!x",
-    "&&",
-]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    return Here(tmp_path, monkeypatch, capsys)
-
-
-# ---------------------------------------------------------------- what is started
+    "it's", '"two"', "$HOME", "$(id)", "$$", "`id`", "a;b", "a\nb", "*", "", "a b", "\\", "é", "~", "#", "!x", "&&",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,9 +65,8 @@ def test_ssh_is_for_other_hosts(here):
     one = ["--hostfile", here.hosts("localhost slots=1"), "train.py"]
     assert [command[0] for command in here.dry(*one)["commands"]] == [sys.executable]
     assert [command[0] for command in here.dry("--force_multi", *one)["commands"]] == ["ssh"]
-    (command,) = here.dry("--hostfile", here.hosts("localhost slots=1", f"{A} slots=1"), "-i", A, "train.py")[
-        "commands"
-    ]
+    chosen = here.dry("--hostfile", here.hosts("localhost slots=1", f"{A} slots=1"), "-i", A, "train.py")
+    (command,) = chosen["commands"]
     assert (command[0], command[-2]) == ("ssh", A)
 
 
@@ -115,9 +90,6 @@ def test_quoting(tmp_path_factory, words):
     line = shlex.split(agent_command(make_job(parsed, {}, "/a b"), A)[-1])
     assert line[:3] == ["cd", "/a b", "&&"]
     assert line[-len(words) - 1 :] == ["m", *words]
-
-
-# ---------------------------------------------------------------- other systems
 
 
 def test_srun(here):
@@ -175,18 +147,13 @@ def test_a_path_that_cannot_be_used_is_one_line(words, capsys):
 
 
 def test_a_command_with_a_typing_error(here, capsys):
-    """A script of that name, or a word that resembles no command, is a script."""
+    """A script of that name, a word that resembles no command, and an option of the launcher are none."""
     assert cli.main(["plots", "runs/a"]) == 2
     assert capsys.readouterr().err == "jzero: plots: no such script; did you mean `jzero plot`?\n"
     (here.path / "plots").touch()
-    for script in ("plots", "plan.py", "train"):
+    own = [name for action in options.parser()._actions for name in action.option_strings]
+    for script in ("plots", "plan.py", "train", *own):
         cli.check_name(script)
-
-
-def test_no_option_of_the_launcher_is_a_mistyped_command():
-    for action in options.parser()._actions:
-        for name in action.option_strings:
-            cli.check_name(name)
 
 
 @pytest.mark.parametrize("system", ["slurm", "openmpi"])
@@ -195,9 +162,6 @@ def test_system_that_is_not_there(here, capsys, system):
     assert cli.main(["--launcher", system, "--platform", "cpu", "train.py"]) == 2
     command = {"slurm": "srun", "openmpi": "mpirun"}[system]
     assert capsys.readouterr().err == f"jzero: --launcher {system}: there is no {command} on this machine\n"
-
-
-# ---------------------------------------------------------------- the environment
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from jobs import Command
+from workers import CPU
 
 from jzero.distributed import compilation_cache
 
@@ -119,15 +119,10 @@ def test_a_plan_decides_nothing(undecided, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["common", pytest.param("own", marks=pytest.mark.slow)])
-def test_processes_use_a_directory_that_all_see(tmp_path, where):
-    (tmp_path / "worker.py").write_text(PROGRAM)
+def test_processes_use_a_directory_that_all_see(start, tmp_path, where):
     starts = []
     for _ in range(2):
-        job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", where, cwd=tmp_path)
-        try:
-            assert job.wait() == 0, job.errors
-        finally:
-            job.end()
+        job = start(*CPU, 2, "worker.py", where, program=PROGRAM).ended()
         starts.append([json.loads(line) for line in re.findall(r"^\[\d\].*?(\[[n\"].*\])$", job.output, re.M)])
         assert len(starts[-1]) == 2, job.output
     losses = {loss for start in starts for *_, loss in start}

@@ -3,8 +3,7 @@
 import signal
 
 import pytest
-from jobs import wait_for
-from planning import A, Here
+from planning import A
 from workers import CPU, WORKER
 
 from jzero.distributed.place import host_fault
@@ -29,11 +28,10 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.fixture
 def faulty(start, tmp_path):
     """Start a job whose command has a fault."""
-    (tmp_path / "worker.py").write_text(WORKER)
 
     def faulty(fault, *words):
         (tmp_path / "faulty.py").write_text(MAIN.format(fault=fault))
-        return start(*CPU, 2, *words, "worker.py", main=["faulty.py"])
+        return start(*CPU, 2, *words, "worker.py", main=["faulty.py"], program=WORKER)
 
     return faulty
 
@@ -49,9 +47,8 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_host_name_that_cannot_be_encoded(tmp_path, monkeypatch, capsys, name):
+def test_a_host_name_that_cannot_be_encoded(here, name):
     """It is refused in one line wherever it is written."""
-    here = Here(tmp_path, monkeypatch, capsys)
     path, why = here.hosts("localhost slots=1", f"{name} slots=1"), f"a host's name {NAMES[name]}"
     cpu = ["--platform", "cpu"]
     messages = [here.refused(*cpu, "-H", path, "train.py")]
@@ -74,8 +71,7 @@ def test_a_host_name_that_is_allowed(name):
 @pytest.mark.parametrize("fault", ["connecting.Link.to = fails", "failure.Progress.note = fails"])
 def test_an_unexpected_error_in_the_launcher(faulty, fault):
     """It ends the job at once, with its type and text in one line."""
-    job = faulty(fault)
-    assert job.wait() == 1
+    job = faulty(fault).ended(1)
     assert "jzero: the command itself failed: UnicodeError: label empty (faulty.py, line 7)" in job.errors
     assert "Traceback" not in job.errors
     job.gone(5)
@@ -88,9 +84,7 @@ def test_an_unexpected_error_in_the_launcher(faulty, fault):
 )
 def test_a_launcher_that_is_stuck_ends_after_sigterm(faulty, fault):
     """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""
-    job = faulty(fault, "--grace", 1).until(("ready", 2))
-    if "sleeps" in fault:
-        wait_for(lambda: "stuck" in job.output, 20, lambda: job.output)
+    job = faulty(fault, "--grace", 1).until("stuck" if "sleeps" in fault else ("ready", 2))
     job.kill(job.process.pid, signal.SIGTERM)
     code = job.wait(20)
     job.gone(10)

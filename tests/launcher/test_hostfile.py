@@ -33,9 +33,6 @@ def devices(slots):
     return {host: list(range(n)) for host, n in slots.items()}
 
 
-# ---------------------------------------------------------------- the hostfile
-
-
 @pytest.mark.parametrize(
     ("text", "slots"),
     [
@@ -65,11 +62,8 @@ def test_all_bad_lines_at_once(write):
     path = write("a slots=1\nb slots=0\n\na slots=2\nc 4\n-oProxyCommand=sh slots=1\na slots=1 # again\n")
     problems = refused(read_hostfile, path)
     assert [problem.partition(": ")[0] for problem in problems] == [f"{path}, line {n}" for n in (2, 4, 5, 6, 7)]
-    for problem, why in zip(
-        problems, ["0 slots", "a is already in line 1", "must be `HOST", "begin with -", "a is already in line 1"],
-        strict=True,
-    ):  # fmt: skip
-        assert why in problem
+    reasons = ["0 slots", "a is already in line 1", "must be `HOST", "begin with -", "a is already in line 1"]
+    assert [why in problem for problem, why in zip(problems, reasons, strict=True)] == [True] * 5
 
 
 @pytest.mark.parametrize(
@@ -78,9 +72,8 @@ def test_all_bad_lines_at_once(write):
 def test_a_name_that_a_shell_would_read(write, name):
     """As that of ssh's ProxyCommand, with %h."""
     (problem,) = refused(read_hostfile, write(f"{name} slots=1\n"))
-    assert re.search(
-        r"a host's name cannot contain '?\"?\S+; it may have letters, digits, \. _ - : % and \[ \]$", problem
-    )
+    words = r"a host's name cannot contain '?\"?\S+; it may have letters, digits, \. _ - : % and \[ \]$"
+    assert re.search(words, problem)
     (problem,) = refused(parse_filter, name, "--include")
     assert "a host's name cannot contain" in problem
 
@@ -98,9 +91,6 @@ def test_reads_back(tmp_path_factory, slots):
     assert list(read_hostfile(path).items()) == list(slots.items())
 
 
-# ---------------------------------------------------------------- filters
-
-
 @pytest.mark.parametrize(
     ("text", "chosen"),
     [
@@ -110,6 +100,11 @@ def test_reads_back(tmp_path_factory, slots):
         (" a : 3, 1 @ b:0 ", {"a": [1, 3], "b": [0]}),
         ("worker-1.x:11", {"worker-1.x": [11]}),
         ("[::1]:0,1", {"[::1]": [0, 1]}),
+        # What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it.
+        ("a:1,1", {"a": [1]}),
+        ("a:1,01,0", {"a": [0, 1]}),
+        ("a:3@b@a:1,3", {"a": [1, 3], "b": None}),
+        ("a@b:0@a", {"a": None, "b": [0]}),
     ],
 )
 def test_filter(text, chosen):
@@ -123,20 +118,6 @@ def test_malformed_filter(text):
     assert "must be HOST or HOST:ID,ID, parts joined by @" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "chosen"),
-    [
-        ("a:1,1", {"a": [1]}),
-        ("a:1,01,0", {"a": [0, 1]}),
-        ("a:3@b@a:1,3", {"a": [1, 3], "b": None}),
-        ("a@b:0@a", {"a": None, "b": [0]}),
-    ],
-)
-def test_what_is_named_twice_counts_once(text, chosen):
-    """As in DeepSpeed; scripts that build their filters rely on it."""
-    assert parse_filter(text, "--include") == chosen
-
-
 @pytest.mark.parametrize("text", ["a@a:0", "a:0@a", "b@a:1@a:2@a"])
 def test_a_host_that_is_named_both_whole_and_in_part(text):
     """DeepSpeed silently takes the part; the user may mean either."""
@@ -144,35 +125,7 @@ def test_a_host_that_is_named_both_whole_and_in_part(text):
     assert problem == f"--exclude = {text!r}: a is named both whole and with devices; keep one of them"
 
 
-# ---------------------------------------------------------------- choosing
-
 HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}
-
-
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        ({}, HOSTS),
-        ({"num_nodes": 1}, {"b": [0, 1, 2, 3]}),
-        ({"num_nodes": 2}, {"b": [0, 1, 2, 3], "a": [0, 1]}),
-        ({"num_gpus": 2}, {"b": [0, 1], "a": [0, 1], "c": [0, 1]}),
-        ({"num_nodes": 1, "num_gpus": 3}, {"b": [0, 1, 2]}),
-        ({"include": "c@b"}, {"b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
-        ({"include": "c:2,0@a"}, {"a": [0, 1], "c": [0, 2]}),
-        ({"exclude": "b"}, {"a": [0, 1], "c": [0, 1, 2, 3]}),
-        ({"exclude": "b:0,3@c"}, {"b": [1, 2], "a": [0, 1]}),
-        ({"exclude": "a:1,0"}, {"b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}),
-    ],
-)
-def test_choice(options, left):
-    assert list(select_hosts(HOSTS, **options).items()) == list(left.items())
-
-
-def test_order_of_visible_devices_is_kept():
-    visible = {"localhost": [3, 1, "GPU-8", 0]}
-    assert select_hosts(visible, num_gpus=3) == {"localhost": [3, 1, "GPU-8"]}
-    assert select_hosts(visible, include="localhost:0,1,3") == {"localhost": [3, 1, 0]}
-    assert select_hosts(visible, exclude="localhost:1") == {"localhost": [3, "GPU-8", 0]}
 
 
 @pytest.mark.parametrize(
@@ -206,13 +159,6 @@ def test_all_at_once():
         "b has no device 4; it has 0, 1, 2, 3",
     ]
     assert len(refused(select_hosts, HOSTS, num_gpus=5)) == 3
-
-
-@given(hostfiles)
-def test_include_all(slots):
-    hosts = devices(slots)
-    for text in ("@".join(hosts), "@".join(f"{host}:{','.join(map(str, ids))}" for host, ids in hosts.items())):
-        assert select_hosts(hosts, include=text) == hosts
 
 
 @given(hostfiles, st.data())
@@ -279,9 +225,6 @@ def test_counts(slots, data):
     assert list(chosen.items()) == [(host, list(range(gpus))) for host in list(slots)[:nodes]]
 
 
-# ---------------------------------------------------------------- what is visible
-
-
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
@@ -298,7 +241,4 @@ def test_counts(slots, data):
 def test_visible(text, ids):
     assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == ids
     assert devices_here({"CUDA_VISIBLE_DEVICES": text}) == ids
-
-
-def test_visible_not_set():
     assert visible_devices({}) is None

@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import stat
 
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jobs import ROOT
-from planning import Here
+from jobs import ROOT, stand_in
 from test_commands import NASTY
 
 from jzero import cli
@@ -19,11 +17,6 @@ from jzero.launcher.job import make_job
 from jzero.launcher.kubernetes import to_yaml
 
 TWO = ("--num_nodes", 2, "--num_gpus", 4)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    return Here(tmp_path, monkeypatch, capsys)
 
 
 def expanded(word, env):
@@ -48,19 +41,13 @@ def test_jobset(here):
     assert pod == {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": 30, "containers": "above", "volumes": [shm],
     }  # fmt: skip
-    pods = {
-        "parallelism": 2, "completions": 2, "completionMode": "Indexed", "backoffLimit": 0, "template": {"spec": pod},
-    }  # fmt: skip
+    pods = {"parallelism": 2, "completions": 2, "completionMode": "Indexed", "backoffLimit": 0}
+    node = {"name": "node", "replicas": 1, "template": {"spec": {**pods, "template": {"spec": pod}}}}
+    network = {"enableDNSHostnames": True}
     assert manifest == {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": "run", "namespace": "us"},
-        "spec": {
-            "failurePolicy": {"maxRestarts": 3},
-            "network": {"enableDNSHostnames": True},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
-        },
-    }
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "run", "namespace": "us"},
+        "spec": {"failurePolicy": {"maxRestarts": 3}, "network": network, "replicatedJobs": [node]},
+    }  # fmt: skip
 
     here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     ours = make_job(options.parse(["--launcher", "k8s", *map(str, words)]), os.environ, os.getcwd()).processes
@@ -91,8 +78,6 @@ def test_jobset_passes_options_on(here):
     assert [theirs[name] for name in same] == [ours[name] for name in same]
     assert [theirs[name] for name in ("hang_timeout", "master_port", "num_nodes", "num_gpus")] == [60, 1234, 3, 2]
 
-
-# ---------------------------------------------------------------- the patch file
 
 PATCH = """
 metadata:
@@ -160,10 +145,9 @@ def test_patch(here):
         {"name": "JZERO_SECRET", "valueFrom": {"secretKeyRef": {"name": "run", "key": "secret"}}},
     ]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "rdma/ib": 8}}
-    before_container = plain["template"]["spec"]["template"]["spec"]["containers"][0]
-    assert [container[k] for k in ("args", "image", "command")] == [
-        before_container[k] for k in ("args", "image", "command")
-    ]
+    (before_container,) = plain["template"]["spec"]["template"]["spec"]["containers"]
+    for name in ("args", "image", "command"):
+        assert container[name] == before_container[name]
     assert sidecar == {"name": "sidecar", "image": "side:1"}
 
 
@@ -182,6 +166,7 @@ def test_the_patch_of_the_documentation(here):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
+        (None, "No such file or directory\n"),
         ("a: [", "line 2: "),
         ("- a", "must be a mapping"),
         ("", "must be a mapping"),
@@ -196,19 +181,12 @@ def test_the_patch_of_the_documentation(here):
     ],
 )
 def test_a_wrong_patch(here, text, why):
-    path = here.write("patch.yaml", text)
+    path = "nowhere" if text is None else here.write("patch.yaml", text)
     error = here.refused("--launcher=k8s", *TWO, f"--launcher_args=image=i patch={path}", "train.py")
     assert f"--launcher_args: patch={path}: " in error
     assert why in error
     assert error.count("\n") == 1
 
-
-def test_a_patch_that_is_not_there(here):
-    error = here.refused("--launcher=k8s", *TWO, "--launcher_args=image=i patch=nowhere", "train.py")
-    assert error == "jzero: --launcher_args: patch=nowhere: No such file or directory\n"
-
-
-# ---------------------------------------------------------------- YAML
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -216,31 +194,14 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 STRANGE = [
-    "yes",
-    "NO",
-    "on",
-    "null",
-    "~",
-    "1",
-    "1e3",
-    "0x1",
-    "1:30",
-    "2026-01-02",
-    ".inf",
-    "=",
-    "<<",
-    "a: b",
-    "a:",
-    "a #b",
-]
+    "yes", "NO", "on", "null", "~", "1", "1e3", "0x1", "1:30", "2026-01-02", ".inf", "=", "<<", "a:", "a: b", "a #b",
+    "- a", "-", "--", "---", "...", "?", "&a", "*a", "!a", "|", ">", "%", "@", "`", "'", '"', "{}", "[]", " a", "a ",
+]  # fmt: skip
 
 
 @given(VALUES)
 @example(STRANGE)
 @example({word: {word: [[word], []]} for word in STRANGE})
-@example(
-    ["- a", "-", "--", "---", "...", "?", "&a", "*a", "!a", "|", ">", "%", "@", "`", "'", '"', "{}", "[]", " a", "a "]
-)
 @example(["\x7f\x85\u2028\ufeff\ufffe\U0001f600", "é"])
 def test_yaml_is_read_back(value):
     assert yaml.safe_load(to_yaml(value)) == value
@@ -253,10 +214,8 @@ def test_yaml_is_plain():
 
 
 def test_kubectl_gets_what_is_printed(here, capsys):
-    kubectl = here.path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\necho "$@" > {here.path}/words\ncat > {here.path}/manifest\nexit 3\n')
-    kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
-    here.setenv("PATH", f"{here.path}:{os.environ['PATH']}")
+    script = f'echo "$@" > {here.path}/words\ncat > {here.path}/manifest\nexit 3\n'
+    here.setenv("PATH", stand_in(here.path, "kubectl", script))
     words = ["--launcher", "k8s", *map(str, TWO), "--launcher_args", "image=i", "--export", "A_TOKEN=b", "train.py"]
     assert cli.main(words) == 3
     assert (here.path / "words").read_text() == "apply -f -\n"

@@ -78,16 +78,18 @@ BATCH = "train_batch_size = -%d: must be a positive integer up to 2147483647 or 
 SEED = "seed = -1: must be a non-negative integer up to 4294967295; or leave it out for the default 0"
 
 
+def run(*words, env=os.environ, **more):
+    env = env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False, **more)
+
+
 def end(folder, what, **env):
     """Run the script; return its exit code, its output, and its lines on stderr without noise."""
     (folder / "train.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(HELPER)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JZERO_")}
-    clean |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "train.py", what], cwd=folder, env=clean | env, capture_output=True, text=True, timeout=180,
-        check=False,
-    )  # fmt: skip
+    done = run("train.py", what, env=clean | env, cwd=folder)
     return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if not is_noise(line)]
 
 
@@ -123,12 +125,15 @@ def test_the_type_of_an_error_comes_once(monkeypatch, capsys, error, words):
     assert capsys.readouterr().err == f"jzero: after step 14: {shown}\n"
 
 
+LEAVE_OUT = "leave it out: jzero puts batches on the devices"
+
+
 @pytest.mark.parametrize(
     ("call", "fix"),
     [
-        (lambda: jnp.ones(1).to("cuda"), "leave it out: jzero puts batches on the devices"),
-        (lambda: jnp.ones(1).cuda(), "leave it out: jzero puts batches on the devices"),
-        (lambda: {"x": jnp.ones(1)}.to("cuda"), "leave it out: jzero puts batches on the devices"),
+        (lambda: jnp.ones(1).to("cuda"), LEAVE_OUT),
+        (lambda: jnp.ones(1).cuda(), LEAVE_OUT),
+        (lambda: {"x": jnp.ones(1)}.to("cuda"), LEAVE_OUT),
         (lambda: jnp.ones(1).numpy(), "write np.asarray(x)"),
         (lambda: jnp.ones(1).detach(), "write np.asarray(x)"),
         (lambda: jnp.ones(1).backward(), "write engine.backward(loss), with the loss as the engine returned it"),
@@ -186,10 +191,8 @@ os._exit(3)
 
 
 @pytest.mark.processes
-def test_a_job_repeats_a_mistake_once(start, tmp_path):
-    (tmp_path / "worker.py").write_text(WORKER)
-    job = start(*CPU, 2, "worker.py", "config")
-    assert job.wait() == CONFIG
+def test_a_job_repeats_a_mistake_once(start):
+    job = start(*CPU, 2, "worker.py", "config", program=WORKER).ended(CONFIG)
     assert "Traceback" not in job.errors
     problem = f"worker.py:8: 2 problems:\n- {BATCH % 1}\n- {SEED}\n"
     assert job.errors.count(BATCH % 1) <= 3  # of each rank, unless it was ended before, and of the job
@@ -200,10 +203,8 @@ def test_a_job_repeats_a_mistake_once(start, tmp_path):
 
 
 @pytest.mark.processes
-def test_a_job_s_last_lines_are_meaningful(start, tmp_path):
-    (tmp_path / "worker.py").write_text(WORKER)
-    job = start(*CPU, 1, "worker.py", "other")
-    assert job.wait() == 3
+def test_a_job_s_last_lines_are_meaningful(start):
+    job = start(*CPU, 1, "worker.py", "other", program=WORKER).ended(3)
     assert job.errors.count(HEADER) >= 30
     assert job.errors.endswith("its last lines:\n    the cause\n")
 
@@ -222,16 +223,13 @@ with quiet_stderr():
 
 def test_a_crash_without_noise():
     """`jzero report` drops noise from its stderr, and nothing else, even if JAX ends the process."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CRASH], env=environment, capture_output=True, text=True, check=False)
+    done = run("-c", CRASH)
     assert done.returncode == -6
     assert done.stderr == "first\nsecond\nthe last words\n"
 
 
 def test_a_report_without_noise():
     """JAX prints noise when a CUDA plugin is installed and there is no driver."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    words = [sys.executable, "-m", "jzero", "report"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    done = run("-m", "jzero", "report")
     assert "JAX sees" in done.stdout
     assert [line for line in done.stderr.splitlines() if is_noise(line)] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hosts import NEEDS, Hosts, can_run
 from jobs import PATIENCE, wait_for
+from workers import CPU
 
 from jzero import ConfigError
 from jzero.distributed import connections
@@ -55,8 +56,7 @@ def heard_at(job, tmp_path):
 
 @pytest.mark.processes
 def test_one_machine(start, tmp_path):
-    (tmp_path / "worker.py").write_text(WORKER)
-    job = start("--platform", "cpu", "--num_gpus", 2, "worker.py")
+    job = start(*CPU, 2, "worker.py", program=WORKER)
     wait_for(lambda: job.processes("--local_rank=0"), PATIENCE, lambda: job.errors)
     assert heard_at(job, tmp_path) == ({"127.0.0.1"}, {"127.0.0.1"})
     assert job.output.count("joined lo") == 2
@@ -69,9 +69,8 @@ def test_two_hosts(start, tmp_path, tmp_path_factory):
     hosts = Hosts(tmp_path_factory.mktemp("hosts"), 50 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw49")[2:]))
     try:
         (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in hosts.names.values()))
-        (tmp_path / "worker.py").write_text(WORKER)
         common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
-        job = start(*common, "worker.py", prefix=hosts.on("a"))
+        job = start(*common, "worker.py", prefix=hosts.on("a"), program=WORKER)
         wait_for(lambda: len(job.processes("--local_rank=0")) == 2, PATIENCE, lambda: job.errors)
         assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
         assert job.output.count("joined None") == 2
@@ -79,9 +78,10 @@ def test_two_hosts(start, tmp_path, tmp_path_factory):
         hosts.remove()
 
 
-NAMES = {"here": ["192.0.2.1"], "both": ["192.0.2.1", "2001:db8::1"], "debian": ["127.0.1.1"], "six": ["2001:db8::1"],
-         "several": ["192.0.2.1", "192.0.2.2"], "elsewhere": ["203.0.113.1"], 
-         "localhost": ["127.0.0.1", "::1"]}  # fmt: skip
+NAMES = {
+    "here": ["192.0.2.1"], "both": ["192.0.2.1", "2001:db8::1"], "debian": ["127.0.1.1"], "six": ["2001:db8::1"],
+    "several": ["192.0.2.1", "192.0.2.2"], "elsewhere": ["203.0.113.1"], "localhost": ["127.0.0.1", "::1"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

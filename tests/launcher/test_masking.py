@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from planning import Here
 
 from jzero import cli
 from jzero.config import Config
@@ -15,13 +14,11 @@ NAMES = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SECRET", "MLFLOW_TRACKING_PASSWORD",
 SECRET = "hunter2"
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    here = Here(tmp_path, monkeypatch, capsys)
+@pytest.fixture(autouse=True)
+def secrets(here, monkeypatch):
     for name in NAMES:
         monkeypatch.setenv(name, SECRET)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    return here
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "k8s"])
@@ -50,11 +47,9 @@ def test_arguments_are_shown_as_they_are(here, launcher):
 
 
 def test_processes_get_the_values(here):
-    job = make_job(
-        options.parse(["--platform=cpu", "--launcher_args=image=i", f"--export=MY_PASSWORD={SECRET}", "train.py"]),
-        {name: SECRET for name in NAMES} | {"HOME": str(here.path)},
-        str(here.path),
-    )
+    words = ["--platform=cpu", "--launcher_args=image=i", f"--export=MY_PASSWORD={SECRET}", "train.py"]
+    env = {name: SECRET for name in NAMES} | {"HOME": str(here.path)}
+    job = make_job(options.parse(words), env, str(here.path))
     assert {job.processes[0].env[name] for name in NAMES} == {SECRET}
     assert SECRET in json.dumps(kubernetes.jobset(job, job.processes[0].env))
 
@@ -66,14 +61,11 @@ def test_errors(here):
     (here.path / ".jzero_env").unlink()
     assert SECRET not in here.refused("--platform=cpu", f"--export=API-KEY={SECRET}", "train.py")
     assert SECRET not in here.refused("--platform=cpu", f"--export=JZERO_SECRET={SECRET}", "train.py")
-    params = {"optimizer": {"type": "Adam", "params": {"api_key": SECRET}}}
-    deep = {"wandb": [{"api_key": SECRET}]}, params, {"compiler_options": {"api_key": [SECRET]}}
     for config in (
-        *deep,
-        {"comet": {"api_key": SECRET, "token": SECRET}},
-        {"API_KEY": SECRET},
-        {"secret": {"seed": 1}},
-    ):
+        {"wandb": [{"api_key": SECRET}]}, {"optimizer": {"type": "Adam", "params": {"api_key": SECRET}}},
+        {"compiler_options": {"api_key": [SECRET]}}, {"comet": {"api_key": SECRET, "token": SECRET}},
+        {"API_KEY": SECRET}, {"secret": {"seed": 1}},
+    ):  # fmt: skip
         with pytest.raises(ConfigError) as error:
             Config.load(config)
         assert SECRET not in str(error.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.sampling import keep, some
-from jobs import PATIENCE, ROOT
+from jobs import PATIENCE, ROOT, stand_in
 
 pytestmark = pytest.mark.processes
 
@@ -27,13 +27,9 @@ def test_processes_of_another_system(start, tmp_path, launcher, program):
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
     port = os.getpid() % 1000 + 9000
     starts = [f'{SHIMS[program].format(r=r, port=port)} "$@" &' for r in (0, 1)]
-    shim = tmp_path / program
     skip = f'until [ "$1" = "{sys.executable}" ]; do shift; done'
-    shim.write_text("\n".join(["#!/bin/sh", skip, *starts, "wait"]))
-    shim.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    job = start("--platform", "cpu", "--hostfile", "hostfile", "--launcher", launcher, "worker.py", env=path)
-    assert job.wait() == 0
+    path = {"PATH": stand_in(tmp_path, program, "\n".join([skip, *starts, "wait"]))}
+    job = start("--platform", "cpu", "--hostfile", "hostfile", "--launcher", launcher, "worker.py", env=path).ended()
     assert sorted(job.output) == ["\n", "\n", "2", "2"], job.errors
     job.gone(2)
 
@@ -64,13 +60,10 @@ def test_the_script_for_slurm(tmp_path, container):
     )
     shim = SHIMS["srun"].format(r="{r}", port=os.getpid() % 1000 + 8000)
     starts = "\n".join([f'{shim.format(r=r)} "$@" &\nlast=$!' for r in (0, 1)] + ["wait $last"])
-    (tmp_path / "bin").mkdir()
     for name, lines in STAND_INS.items():
-        path = tmp_path / "bin" / name
-        path.write_text("#!/bin/sh\n" + lines.replace("{starts}", starts) + "\n")
-        path.chmod(0o755)
+        path = stand_in(tmp_path / "bin", name, lines.replace("{starts}", starts) + "\n")
     env = {
-        "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "PATH": path.replace(":", f":{Path(sys.executable).parent}:", 1), "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu", "SLURM_JOB_ID": "12", "HOME": os.environ.get("HOME", "/"),
     }  # fmt: skip
     done = subprocess.run(

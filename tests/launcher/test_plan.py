@@ -5,49 +5,20 @@ import json
 import sys
 
 import pytest
-from planning import A, B, C, Here
+from planning import A, B, C
 
 from jzero import cli
 from jzero.launcher import options
 
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    return Here(tmp_path, monkeypatch, capsys)
-
-
-# ---------------------------------------------------------------- the options
-
 FROZEN = [
-    ("-H --hostfile", None),
-    ("-i --include", ""),
-    ("-e --exclude", ""),
-    ("--num_nodes", -1),
-    ("--num_gpus --num_accelerators", -1),
-    ("--one_process_per_node", False),
-    ("--platform", "gpu"),
-    ("--master_addr", ""),
-    ("--master_port", None),
-    ("--launcher", "ssh"),
-    ("--launcher_args", ""),
-    ("--ssh_port", None),
-    ("--force_multi", False),
-    ("--no_ssh", False),
-    ("--node_rank", -1),
-    ("--module", False),
-    ("--no_python", False),
-    ("--no_local_rank", False),
-    ("--export", []),
-    ("--venv_script", None),
-    ("--max_restarts", 0),
-    ("--min_nodes", -1),
-    ("--resume", False),
-    ("--hang_timeout", 1800),
-    ("--grace", 30),
-    ("--enable_each_rank_log", None),
-    ("--save_pid", False),
-    ("--dry_run", False),
-]
+    ("-H --hostfile", None), ("-i --include", ""), ("-e --exclude", ""), ("--num_nodes", -1),
+    ("--num_gpus --num_accelerators", -1), ("--one_process_per_node", False), ("--platform", "gpu"),
+    ("--master_addr", ""), ("--master_port", None), ("--launcher", "ssh"), ("--launcher_args", ""),
+    ("--ssh_port", None), ("--force_multi", False), ("--no_ssh", False), ("--node_rank", -1), ("--module", False),
+    ("--no_python", False), ("--no_local_rank", False), ("--export", []), ("--venv_script", None),
+    ("--max_restarts", 0), ("--min_nodes", -1), ("--resume", False), ("--hang_timeout", 1800), ("--grace", 30),
+    ("--enable_each_rank_log", None), ("--save_pid", False), ("--dry_run", False),
+]  # fmt: skip
 
 
 def test_options_are_frozen():
@@ -87,8 +58,6 @@ def test_help(argv, capsys):
     assert [name for name, _ in FROZEN if name.split()[-1] not in out] == []
 
 
-# ---------------------------------------------------------------- ranks, environment, devices
-
 CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
 
 
@@ -123,7 +92,6 @@ def test_ranks_are_node_major_in_hostfile_order(here):
         ([], {A: [0, 1, 2, 3], B: [0, 1, 2, 3], C: [0, 1]}),
         (["--num_nodes", "2", "--num_gpus", "2"], {A: [0, 1], B: [0, 1]}),
         (["--num_accelerators", "1"], {A: [0], B: [0], C: [0]}),
-        (["--num_nodes", "1"], {A: [0, 1, 2, 3]}),
         (["-i", f"{C}@{A}:3,1"], {A: [1, 3], C: [0, 1]}),
         (["--include", f"{B}"], {B: [0, 1, 2, 3]}),
         (["-e", f"{A}:0@{C}"], {A: [1, 2, 3], B: [0, 1, 2, 3]}),
@@ -132,9 +100,8 @@ def test_ranks_are_node_major_in_hostfile_order(here):
 def test_choice_of_hosts(here, words, hosts):
     plan = here.dry("-H", here.hosts(f"{A} slots=4", f"{B} slots=4", f"{C} slots=2"), *words, "train.py")
     assert list(plan["hosts"].items()) == list(hosts.items())
-    assert [(p["host"], p["device_ids"]) for p in plan["processes"]] == [
-        (h, [i]) for h, ids in hosts.items() for i in ids
-    ]
+    places = [(process["host"], process["device_ids"]) for process in plan["processes"]]
+    assert places == [(host, [id]) for host, ids in hosts.items() for id in ids]
     first = next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1"  # the processes of one host need no network
     assert plan["coordinator"] == f"{first}:29500"
 
@@ -228,23 +195,14 @@ def test_run_is_a_word_for_the_same(here, capsys):
     assert json.loads(capsys.readouterr().out) == plan
 
 
-# ---------------------------------------------------------------- what is refused
-
 TWO = ["--hostfile", "two"]  # A and localhost, two slots each
 REFUSED = [
     (["--no_python", "--module"], ["--no_python and --module", "keep one"]),
     (["--hostfile", "none"], ["--hostfile = none: no such file"]),
     (["--hostfile", "bad"], ["bad, line 1: 'a 8'", "bad, line 3: 'b slots=0': 0 slots; give it at least 1"]),
     ([*TWO, "-i", A, "-e", A], [f"--include {A} and --exclude {A}", "give --include, or --exclude"]),
-    ([*TWO, "-i", A, "--num_gpus", "1"], [f"--include {A} and --num_gpus 1"]),
     (["-i", "localhost", "--num_nodes", "1"], ["--include localhost and --num_nodes 1"]),
-    ([*TWO, "-i", "c"], [f"no host 'c'; the hosts are {A}, localhost"]),
-    ([*TWO, "-e", f"{A}:2"], [f"{A} has no device 2; it has 0, 1"]),
-    ([*TWO, "-e", f"{A}@localhost"], ["leaves no device"]),
     ([*TWO, "--num_gpus", "3"], [f"{A} has 2: 0, 1", "localhost has 2: 0, 1"]),
-    ([*TWO, "--num_nodes", "3"], ["--num_nodes = 3: there are 2 hosts"]),
-    (["--num_nodes", "0"], ["--num_nodes = 0: must be at least 1"]),
-    (["--num_gpus", "0"], ["--num_gpus = 0: must be at least 1"]),
     (["--num_gpus", "3"], ["--num_gpus = 3: localhost has 2: 0, 1"]),
     (["-i", "localhost:2"], ["localhost has no device 2"]),
     (["--num_nodes", "2"], ["there is no hostfile ", "/none that names them", "--hostfile FILE", "--no_ssh"]),
@@ -273,20 +231,11 @@ REFUSED = [
     (["--launcher", "openmpi", "--venv_script", "x"], ["--venv_script: does not work with --launcher openmpi"]),
     (["--launcher", "slurm", "--max_restarts", "1"], ["--max_restarts: does not work with --launcher slurm"]),
     (["--hostfile", "uneven", "--launcher", "slurm"], [f"same number of devices on every host: {A} 1, {B} 2"]),
+    (["--no_python", "nowhere"], ["nowhere: no such program"]),
+    (["--no_python", "./train.py"], ["./train.py: no such program, or it is not executable"]),
+    (["nowhere.py"], ["nowhere.py: no such file in "]),
+    (["models"], ["; for a module write --module models"]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.py"], "nowhere.py: no such file in "),
-        (["models"], "; for a module write --module models"),
-        (["--no_python", "nowhere"], "nowhere: no such program"),
-        (["--no_python", "./train.py"], "./train.py: no such program, or it is not executable"),
-    ],
-)
-def test_no_script(here, words, message):
-    assert message in here.refused("--platform", "cpu", *words)
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])

@@ -206,11 +206,7 @@ def test_without_the_plugin(jzero_plan, monkeypatch):
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
-    monkeypatch.setitem(
-        gpus.GPUS,
-        "h100",
-        dataclasses.replace(gpus.GPUS["h100"], memory=NCCL_ROOM + CUDA_ROOM + 2**20),
-    )
+    monkeypatch.setitem(gpus.GPUS, "h100", dataclasses.replace(gpus.GPUS["h100"], memory=NCCL_ROOM + CUDA_ROOM + 2**20))
     code, out, said = jzero_plan(f"{TINY} --gpu h100 --gpus_per_node 2")
     assert code == 2
     assert "does not fit" in out

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from helpers.refusals import refuses
 
-from jzero import ConfigError
 from jzero.launcher import agent, options
 from jzero.launcher.connecting import SAME, Connecting, faults, host_table
 from jzero.launcher.job import make_job
@@ -12,6 +12,7 @@ from jzero.launcher.machine_check import weak_points
 from jzero.launcher.runner import Runner
 
 CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
+NO_JAX = "no jax for Python 3.12.1: install jzero there, at the same path"
 
 
 def hello(gpus=8, **versions):
@@ -32,33 +33,26 @@ def test_a_host_says_what_is_compared():
     assert faults({"a": said, "b": said}, {"a": said["gpus"], "b": 0}) == {}
 
 
-def test_same_hosts():
-    assert faults({"a": hello(), "b": hello(), "c": hello(gpus=9)}, wanted("abc")) == {}
-
-
 @pytest.mark.parametrize("name", SAME)
 def test_one_differs(name):
     hellos = {"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})}
     assert faults(hellos, wanted(hellos)) == {"a": [f"{name} 2, elsewhere 1: install the same"]}
 
 
-def test_no_majority_goes_by_the_first_host():
-    hellos = {"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")}
-    assert faults(hellos, wanted(hellos)) == {
-        host: [f"jaxlib {version}, elsewhere 1: install the same"] for host, version in (("a", "2"), ("c", "3"))
-    }
-
-
-def test_plugin_is_missing_on_one():
-    hellos = {"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello()}
-    assert faults(hellos, wanted(hellos)) == {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same"]}
-
-
-@pytest.mark.parametrize("hosts", ["a", "ab"])
-def test_no_jax(hosts):
-    hellos = {host: hello(jax=None) for host in hosts}
-    problem = "no jax for Python 3.12.1: install jzero there, at the same path"
-    assert faults(hellos, wanted(hellos)) == {host: [problem] for host in hosts}
+@pytest.mark.parametrize(
+    ("hellos", "found"),
+    [
+        ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
+        ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
+            {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
+        ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello()},
+            {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same"]}),
+        ({"a": hello(jax=None)}, {"a": [NO_JAX]}),
+        ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
+    ],
+)  # fmt: skip
+def test_versions(hellos, found):
+    assert faults(hellos, wanted(hellos)) == found
 
 
 def test_too_few_gpus():
@@ -89,9 +83,8 @@ def test_all_at_once():
 def test_nobody_is_heard():
     hellos = {"a": {"error": "x"}, "b": {"error": "y"}}
     assert faults(hellos, wanted(hellos)) == {"a": ["x"], "b": ["y"]}
-    assert cells(host_table(hellos, faults(hellos, wanted(hellos)))) == [
-        ["host", "GPUs", "faults"], ["a", "", "x"], ["b", "", "y"]
-    ]  # fmt: skip
+    table = cells(host_table(hellos, faults(hellos, wanted(hellos))))
+    assert table == [["host", "GPUs", "faults"], ["a", "", "x"], ["b", "", "y"]]
 
 
 def test_table():
@@ -134,9 +127,6 @@ def test_weak_points(said, problems):
     assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
     little = weak_points(hello(**said) | {"shared_memory": 2**20})
     assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
-
-
-# ---------------------------------------------------------------- who the coordinator is
 
 
 class Host:
@@ -185,8 +175,7 @@ def test_a_host_that_others_do_not_reach(tmp_path, monkeypatch, min_nodes, reach
         return runner
 
     if hosts is None:
-        with pytest.raises(ConfigError, match="nothing was started"):
-            asyncio.run(connect())
+        refuses(lambda: asyncio.run(connect()), "nothing was started")
     else:
         runner = asyncio.run(connect())
         attempt, connecting = runner.attempt, runner.connecting

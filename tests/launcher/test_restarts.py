@@ -74,13 +74,10 @@ raise jzero.errors.LostProcessError("process 1 was lost")
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("what", "code", "attempts"),
-    keep([("config", 78, 1), ("step", 1, 2), ("lost", 69, 4)], [("step", 1, 2)]),
+    ("what", "code", "attempts"), keep([("config", 78, 1), ("step", 1, 2), ("lost", 69, 4)], [("step", 1, 2)])
 )
 def test_restarts_that_would_not_help(start, tmp_path, what, code, attempts):
-    (tmp_path / "worker.py").write_text(WORKER)
-    job = start(*CPU, 1, "--max_restarts", 3, "worker.py", what)
-    assert job.wait() == code
+    job = start(*CPU, 1, "--max_restarts", 3, "worker.py", what, program=WORKER).ended(code)
     assert (tmp_path / "attempts").read_text() == "x" * attempts
     evidence = {
         "config": "no restart after attempt 1 of 4: exit code 78: the config, the model or a call is wrong",

@@ -26,7 +26,15 @@ from jzero import ledger
 pytestmark = pytest.mark.processes
 
 
-# ------------------------------------------------------------------------------------------- layouts
+LAYOUTS = """
+for name, sources in json.loads(what).items():
+    engine = runs.build(runs.SHARED[name])
+    for source in sources:
+        engine.load_checkpoint(directory, tag=source)
+        engine.save_checkpoint(directory, tag=f"{name} from {source}", save_latest=False)
+        print(json.dumps([name, source, [float(engine.train_batch(runs.batch(3 + i))) for i in range(5)]]), flush=True)
+jzero.checkpoint.wait()
+"""
 
 
 @pytest.mark.slow
@@ -41,19 +49,7 @@ def test_layouts_of_two_processes_and_of_one(job, tmp_path):
         engine.save_checkpoint(tmp_path / "runs", tag=name).wait()
     expected = [float(engine.train_batch(runs.batch(3 + step))) for step in range(5)]
     (tmp_path / "runs" / ".lock").unlink()  # this process holds the directory until it exits; the job takes it over
-    done = job(
-        """
-for name, sources in json.loads(what).items():
-    engine = runs.build(runs.SHARED[name])
-    for source in sources:
-        engine.load_checkpoint(directory, tag=source)
-        engine.save_checkpoint(directory, tag=f"{name} from {source}", save_latest=False)
-        print(json.dumps([name, source, [float(engine.train_batch(runs.batch(3 + i))) for i in range(5)]]), flush=True)
-jzero.checkpoint.wait()
-""",
-        json.dumps(pairs), "stage3 x 2", tmp_path / "runs",
-    )  # fmt: skip
-    assert done.wait(300) == 0, done.errors
+    done = job(LAYOUTS, json.dumps(pairs), "stage3 x 2", tmp_path / "runs").ended(seconds=300)
     said = [json.loads(line[4:]) for line in done.output.splitlines() if line.startswith('[0] ["')]
     assert {(name, source) for name, source, _ in said} == {(name, s) for name, chosen in pairs.items() for s in chosen}
     assert {source for _, source, _ in said} == set(names)
@@ -66,9 +62,6 @@ jzero.checkpoint.wait()
         runs.assert_same(back.state, jzero.checkpoint.restore(tmp_path / "runs", places, tag=source))
         found = [float(back.train_batch(runs.batch(3 + step))) for step in range(5)]
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{name} -> {back}")
-
-
-# ------------------------------------------------------------------------------------------- kills
 
 
 KILLS = [  # the random kills below hit the others, too
@@ -90,16 +83,14 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
         begun.kill(begun.process.pid)
         begun.gone()
         newest = max(int(p.name[11:]) for p in directory.glob("global_step*") if p.name[11:].isdigit())
-    running = job(
-        TRAIN, "train", layout, directory, options=["--max_restarts", 1], SLOW=slow.get(moment, ""), PACE="0.2"
-    )
+    options = ["--max_restarts", 1]
+    running = job(TRAIN, "train", layout, directory, options=options, SLOW=slow.get(moment, ""), PACE="0.2")
     running.until(moment)
     (tmp_path / "started again").touch()
     for pid in [running.rank(rank) for rank in ((1,) if victims == "one" else (0, 1))]:
         with contextlib.suppress(ProcessLookupError):  # it ended with the other process
             running.kill(pid)
-    assert running.wait() == 0, running.errors
-    running.gone()
+    running.ended().gone()
     assert "restart 1 of 1" in running.errors
     found = losses(running.output)
     assert found == {step: loss for step, loss in straight(layout).items() if step in found}
@@ -150,21 +141,16 @@ def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
     assert kills >= 2
 
 
-# ------------------------------------------------------------------------------------------- SIGTERM
-
-
 @pytest.mark.parametrize("told", some(["command", "rank 1"], ["rank 1"]))
 def test_sigterm_saves_at_one_step_on_all(job, tmp_path, straight, told):
     layout = "stage3 x 2"
     running = job(TRAIN, "train", layout, tmp_path / "runs", PACE="1").until(("step 3", 2))
     running.kill(running.process.pid if told == "command" else running.rank(int(told[-1])), signal.SIGTERM)
-    assert running.wait(40) == 75, running.errors
-    running.gone()
+    running.ended(75, 40).gone()
     assert running.took() < 30
     (step,) = re.findall(r"SIGTERM: saved .*/global_step(\d+); exit code 75", running.output)
     assert losses(running.output, 0).keys() - losses(running.output, 1).keys() <= {int(step)}
-    again = job(TRAIN, "train", layout, tmp_path / "runs")
-    assert again.wait() == 0, again.errors
+    again = job(TRAIN, "train", layout, tmp_path / "runs").ended()
     assert f"resumed from {tmp_path}/runs/global_step{step}: step {step}" in again.output
     assert list(losses(again.output)) == list(range(int(step) + 1, STEPS + 1))
     found = losses(running.output) | losses(again.output)
@@ -192,7 +178,7 @@ def test_sigterm_when_another_rank_takes_no_more_steps(job, tmp_path, what, code
     trained = time.monotonic()
     if what == "stopped":
         running.kill(running.rank(1), signal.SIGSTOP)
-    assert running.wait(60) == code, running.errors
+    running.ended(code, 60)
     assert time.monotonic() - trained < 8 + 10 + 15  # rank 0's sleep, the wait, and a busy machine
     running.gone()
     late = "SIGTERM: stopping without a checkpoint: process 1 did not answer within 10 s"

@@ -35,28 +35,20 @@ train(engine)
         first.until(("holds", 2 * attempt))
         owner = json.loads((directory / ".lock").read_text())["pid"]
         second = job(waiting, "train", layout, directory)
-        assert second.wait() == CONFIG, second.errors
-        second.gone()
+        second.ended(CONFIG).gone()
         words = rf"jzero: layouts\.py:\d+: {directory} is in use by job \w+ of worker\.py \(process {owner} on"
         assert re.search(words, second.errors), second.errors
         if attempt == 1:
             first.kill(first.rank(1))
     (tmp_path / "the others have ended").touch()
-    assert first.wait() == 0, first.errors
-    assert "restart 1 of 1" in first.errors
+    assert "restart 1 of 1" in first.ended().errors
     expected = straight(layout)
     assert losses(first.output) == {step: loss for step, loss in expected.items() if step > 2}
     left = {path.name for path in directory.iterdir()}
     assert left == {"global_step8", "global_step10", "global_step12", "latest", "ledger.jsonl"}
 
 
-@pytest.mark.slow
-def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
-    theirs = tmp_path / "runs" / "theirs.saving" / "file"
-    theirs.parent.mkdir(parents=True)
-    theirs.touch()
-    done = job(
-        """
+MISTAKES = """
 engine = runs.build(layout)
 engine.train_batch(runs.batch(0))
 tried("tag", lambda: engine.save_checkpoint(directory, tag=f"tag{rank}"))
@@ -87,44 +79,45 @@ if rank == 0:
     tried("alone", lambda: engine.save_checkpoint(directory))
 time.sleep(4 * rank)
 tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
-""",
-        "x", "stage3 x 2", tmp_path / "runs",
-    )  # fmt: skip
-    assert done.wait() == 0, done.errors
-    assert theirs.exists()
-    assert (
-        "jzero: process 0 waits for process 1 (saving a checkpoint): all processes must make this call" in done.errors
-    )
-    for rank, texts in enumerate(said(done.output)):
-        assert "tag must be the same on all processes; it is 'tag0' on rank 0, 'tag1' on rank 1" in texts["tag"]
-        assert "directory must be the same on all processes" in texts["directory"]
-        assert "ConfigError: client_state is not JSON" in texts["json"]
-        assert "CheckpointError: checkpoint /proc/none/global_step1 cannot be written" in texts["place"]
-        assert "worker.py is not a writable directory; name a directory that can be written" in texts["home"]
-        assert "theirs.saving exists and is not a jzero checkpoint" in texts["theirs"]
-        assert "ConfigError: " in texts["nothing"]
-        assert "has no default checkpoint" in texts["nothing"]
-        assert texts["good"] == str(tmp_path / "runs" / "good")
-        assert "ConfigError: client_state is not JSON: 5 is not a dictionary" in texts["client"]
-        assert "the key 1 would be read back as a string" in texts["keys"]
-        assert "ConfigError: checkpoint " in texts["absent"]
-        assert "bad does not exist" in texts["absent"]
-        assert 'the processes differ in tag: null on rank 0; "good" on rank 1' in texts["tags"]
-        assert "initialize: the processes differ in resume: null on rank 0" in texts["resumes"]
-        assert "a differs between hosts: all hosts must share the directory" in texts["hosts"]
-        assert texts["nested"] == "[0, 1]"
-        assert texts["again"] == "True"
-        if rank == 0:
-            assert (
-                "timed out after 3 s waiting for process 1; all processes must make the same calls in the same order"
-                in texts["alone"]
-            )
+"""
+MESSAGES = {
+    "tag": "tag must be the same on all processes; it is 'tag0' on rank 0, 'tag1' on rank 1",
+    "directory": "directory must be the same on all processes",
+    "json": "ConfigError: client_state is not JSON",
+    "place": "CheckpointError: checkpoint /proc/none/global_step1 cannot be written",
+    "home": "worker.py is not a writable directory; name a directory that can be written",
+    "theirs": "theirs.saving exists and is not a jzero checkpoint",
+    "nothing": "has no default checkpoint",
+    "client": "ConfigError: client_state is not JSON: 5 is not a dictionary",
+    "keys": "the key 1 would be read back as a string",
+    "absent": "bad does not exist",
+    "tags": 'the processes differ in tag: null on rank 0; "good" on rank 1',
+    "resumes": "initialize: the processes differ in resume: null on rank 0",
+    "hosts": "a differs between hosts: all hosts must share the directory",
+    "alone": "timed out after 3 s waiting for process 1; all processes must make the same calls in the same order",
+}
 
 
 @pytest.mark.slow
-def test_a_file_that_one_process_cannot_read(job, tmp_path):
-    done = job(
-        """
+def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
+    theirs = tmp_path / "runs" / "theirs.saving" / "file"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    done = job(MISTAKES, "x", "stage3 x 2", tmp_path / "runs").ended()
+    assert theirs.exists()
+    waits = "jzero: process 0 waits for process 1 (saving a checkpoint): all processes must make this call"
+    assert waits in done.errors
+    for rank, texts in enumerate(said(done.output)):
+        for name, words in MESSAGES.items():
+            assert words in texts.get(name, words if name == "alone" and rank else "")
+        assert "ConfigError: " in texts["nothing"]
+        assert "ConfigError: checkpoint " in texts["absent"]
+        assert texts["good"] == str(tmp_path / "runs" / "good")
+        assert texts["nested"] == "[0, 1]"
+        assert texts["again"] == "True"
+
+
+GONE = """
 engine = runs.build(layout)
 engine.save_checkpoint(directory, tag="a").wait()
 if rank == 1:
@@ -133,42 +126,16 @@ if rank == 1:
     reader.read_arrays = broken
 tried("read", lambda: engine.load_checkpoint(directory))
 tried("after", lambda: engine.train_batch(runs.batch(1)))
-""",
-        "x", "stage3 x 2", tmp_path / "runs",
-    )  # fmt: skip
-    assert done.wait() == 0, done.errors
-    for texts in said(done.output):
-        assert "the disk has gone (process 1)" in texts["read"]
-        assert "reading a checkpoint into its place failed" in texts["after"]
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full(job, small_disk):
-    """It becomes full while Orbax writes."""
-    done = job(
-        """
+"""
+FULL = """
 engine = runs.build(layout)
 engine.save_checkpoint(directory).wait()
 large = jax.device_put(np.random.default_rng(0).normal(size=(4, 1 << 18)).astype("f4"), engine.step_fn.batch_sharding)
 tried("large", lambda: jzero.checkpoint.save({"large": large}, directory, "large").wait())
 tried("load", lambda: engine.load_checkpoint(directory)[0])
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
-""",
-        "x", "stage3 x 2", small_disk,
-    )  # fmt: skip
-    assert done.wait() == 0, done.errors
-    for texts in said(done.output):
-        assert "CheckpointError" in texts["large"]
-        assert "No space left on device" in texts["large"]
-        assert texts["load"] == str(small_disk / "global_step0")
-        assert texts["good"] == str(small_disk / "good")
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_for_one_process(job, tmp_path):
-    """The save fails on all processes, the checkpoint before it can be read, and training goes on."""
-    done = job(
-        """
+"""
+FULL_FOR_ONE = """
 engine = runs.build(layout)
 engine.train_batch(runs.batch(0))
 engine.save_checkpoint(directory).wait()
@@ -184,10 +151,32 @@ tried("save", under_way.wait)
 async_save._check_shared = before
 tried("load", lambda: engine.load_checkpoint(directory)[0])
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
-""",
-        "x", "stage3 x 2", tmp_path / "runs",
-    )  # fmt: skip
-    assert done.wait() == 0, done.errors
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_one_process_cannot_read(job, tmp_path):
+    done = job(GONE, "x", "stage3 x 2", tmp_path / "runs").ended()
+    for texts in said(done.output):
+        assert "the disk has gone (process 1)" in texts["read"]
+        assert "reading a checkpoint into its place failed" in texts["after"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(job, small_disk):
+    """It becomes full while Orbax writes."""
+    done = job(FULL, "x", "stage3 x 2", small_disk).ended()
+    for texts in said(done.output):
+        assert "CheckpointError" in texts["large"]
+        assert "No space left on device" in texts["large"]
+        assert texts["load"] == str(small_disk / "global_step0")
+        assert texts["good"] == str(small_disk / "good")
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_process(job, tmp_path):
+    """The save fails on all processes, the checkpoint before it can be read, and training goes on."""
+    done = job(FULL_FOR_ONE, "x", "stage3 x 2", tmp_path / "runs").ended()
     for texts in said(done.output):
         assert texts["step"] == "True"
         assert "global_step2 was not written: No space left on device (process 1)" in texts["save"]

@@ -18,32 +18,35 @@ before = set(sys.modules)
 atexit.register(lambda: print("", json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))))
 runpy.run_module("jzero", run_name="__main__", alter_sys=True)
 """
+ON_HOSTS = ["--dry_run", "--hostfile", "hosts"]
 ANSWERS = {
     "help": ["--help"],
-    "report": ["report", "--help"],
-    "export": ["export", "--help"],
-    "plot": ["plot", "--help"],
-    "plan": ["plan", "--help"],
-    "ssh": ["--dry_run", "--hostfile", "hosts", "train.py"],
-    "slurm": ["--dry_run", "--hostfile", "hosts", "--launcher", "slurm", "train.py"],
-    "openmpi": ["--dry_run", "--hostfile", "hosts", "--launcher", "openmpi", "train.py"],
-    "k8s": ["--dry_run", "--hostfile", "hosts", "--launcher", "k8s", "--launcher_args", "image=i", "train.py"],
+    **{name: [name, "--help"] for name in ("report", "export", "plot", "plan")},
+    "ssh": [*ON_HOSTS, "train.py"],
+    "slurm": [*ON_HOSTS, "--launcher", "slurm", "train.py"],
+    "openmpi": [*ON_HOSTS, "--launcher", "openmpi", "train.py"],
+    "k8s": [*ON_HOSTS, "--launcher", "k8s", "--launcher_args", "image=i", "train.py"],
     "no_ssh": ["--dry_run", "--platform", "cpu", "--no_ssh", "--node_rank", "0", "--num_nodes", "1", "train.py"],
     "refused": ["--dry_run", "--hostfile", "nowhere", "train.py"],
 }
+
+
+def python(code, *words, folder):
+    """Run a program that prints the names of modules; return them, and its stderr."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=180, check=False)
+    names = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "jzero" in names
+    return names, done.stderr
 
 
 def loaded(words, folder):
     """Run `python -m jzero` with these words; return the third-party modules it imports, and its stderr."""
     (folder / "hosts").write_text(f"{A} slots=2\n{B} slots=2\n")
     (folder / "train.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    names = set(json.loads(done.stdout.splitlines()[-1]))
-    assert "jzero" in names
-    return names - {"jzero"} - sys.stdlib_module_names, done.stderr
+    names, errors = python(COMMAND, *words, folder=folder)
+    return names - {"jzero"} - sys.stdlib_module_names, errors
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -77,10 +80,5 @@ def test_export_offers_every_dtype(capsys, dtype):
 def test_an_import_leaves_out_what_only_some_calls_use(tmp_path, words, kept_out):
     """In a process of its own: `jzero.initialize` took 0.5 s of 2.7 s for these."""
     code = f"import json, sys\n{words}\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=180, check=True,
-    )  # fmt: skip
-    found = set(json.loads(done.stdout.splitlines()[-1]))
-    assert "jzero" in found
+    found, _ = python(code, folder=tmp_path)
     assert not found & kept_out

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.engines import build, printed, rows
-from jobs import QUICK, Command
+from jobs import QUICK
+from workers import CPU
 
 from jzero.run.diagnosis import stragglers
 from jzero.run.diagnosis.stragglers import Report, late, slow
@@ -29,15 +30,11 @@ def test_a_late_process_has_a_line(own, names):
     assert [int(re.search(r"process (\d+) on host\1:", text)[1]) for text in found] == names
 
 
-def test_a_wait_for_the_others_is_not_lateness():
-    reports = [Report("a", {"data": 1.0, "peers": 50.0}, {}), Report("b", {"data": 51.0}, {})]
-    (text,) = late(reports)
+def test_who_is_not_late():
+    """One that waits for the others; a device among equal ones."""
+    (text,) = late([Report("a", {"data": 1.0, "peers": 50.0}, {}), Report("b", {"data": 51.0}, {})])
     assert "process 1 on b" in text
-
-
-def test_no_slow_device_among_equal_ones():
-    assert slow([Report("a", {}, {"0": 2.0, "1": 2.25})]) == []
-    assert slow([Report("a", {}, {})]) == []
+    assert slow([Report("a", {}, {"0": 2.0, "1": 2.25})]) == slow([Report("a", {}, {})]) == []
 
 
 def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
@@ -70,25 +67,17 @@ PROGRAM = """
 import time
 import jax, numpy as np
 import jzero
-
-
-class Net:
-    def init(self, rng):
-        return {"w": 0.1 * jax.random.normal(rng, (4, 4))}
-
-    def loss(self, params, batch, rng):
-        return ((batch["x"] @ params["w"]) ** 2).mean()
+from helpers.regression import CONFIG, Regression
 
 
 def batches():
     while True:
         if jax.process_index() == 1:
             time.sleep(0.5)
-        yield {"x": np.ones((4, 4), "float32")}
+        yield {"x": np.ones((8, 3), "float32"), "y": np.ones(8, "float32")}
 
 
-config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "straggler_check": {"every": 4}}
-engine = jzero.initialize(model=Net(), config=config)[0]
+engine = jzero.initialize(model=Regression(), config=CONFIG | {"straggler_check": {"every": 4}})[0]
 source = batches()
 for _ in range(4):
     engine.train_batch(source)
@@ -97,13 +86,8 @@ for _ in range(4):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_process_whose_data_are_slow_is_named(tmp_path):
-    (tmp_path / "worker.py").write_text(PROGRAM)
-    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path, env=QUICK)
-    try:
-        assert job.wait() == 0, job.errors
-    finally:
-        job.end()
+def test_the_process_whose_data_are_slow_is_named(start):
+    job = start(*CPU, 2, "worker.py", program=PROGRAM, env=QUICK).ended()
     (text,) = re.findall(r"jzero: step 4: straggler: (.*)$", job.output, re.M)
     data = re.match(r"process 1 on \S+: its devices wait .* elsewhere\): data ([\d.]+)", text)
     assert float(data[1]) >= 250.0  # of 500; the devices may still work on the step before

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from jobs import PATIENCE, wait_for
-from planning import A, B, Here
+from planning import A, B
+from workers import CPU
 
 from jzero import ConfigError
 from jzero.distributed import connections
@@ -136,11 +137,9 @@ def test_the_error_names_who_was_refused(port):
     for words in ("another job 3 4", "job 9 4"):
         with pytest.raises(connections.AuthenticationError):
             claim(port, words, "a third one")
-    reason = (
-        f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within 6 s (refused rank 2, which did not prove that "
-        "it knows the secret: set the same JZERO_SECRET on every process, or on none): see "
-        "its output, or raise JZERO_TIMEOUT (seconds)"
-    )
+    refused = "did not prove that it knows the secret: set the same JZERO_SECRET on every process, or on none"
+    come = f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within 6 s"
+    reason = f"{come} (refused rank 2, which {refused}): see its output, or raise JZERO_TIMEOUT (seconds)"
     assert [first.ended(), other.ended()] == [reason, reason]
 
 
@@ -225,8 +224,7 @@ def test_silent_callers_are_bounded(monkeypatch):
         assert asyncio.run(called()) <= 4
 
 
-def test_plans_do_not_contain_the_secret(tmp_path, monkeypatch, capsys):
-    here = Here(tmp_path, monkeypatch, capsys)
+def test_plans_do_not_contain_the_secret(here):
     here.setenv("JZERO_SECRET", "5f5f5f")
     path = here.hosts(f"{A} slots=2", f"{B} slots=2")
     for words in ([], ["--launcher", "slurm"], ["--launcher", "openmpi"]):
@@ -236,10 +234,10 @@ def test_plans_do_not_contain_the_secret(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("given", ["", "my own secret"])
-def test_processes_get_the_secret_in_their_environment_alone(start, tmp_path, given):
-    (tmp_path / "worker.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)\n")
-    env = {"JZERO_SECRET": given} if given else {}
-    job = start("--platform", "cpu", "--num_gpus", 2, "worker.py", env=env).until(("ready", 2))
+def test_processes_get_the_secret_in_their_environment_alone(start, given):
+    program = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
+    job = start(*CPU, 2, "worker.py", program=program, env={"JZERO_SECRET": given} if given else {})
+    job.until(("ready", 2))
     wait_for(lambda: len(job.processes("--local_rank")) == 2 or job.agents(), PATIENCE, lambda: job.errors)
     found = set()
     for rank in (0, 1):

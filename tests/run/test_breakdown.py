@@ -52,9 +52,6 @@ def times(lines):
     }
 
 
-# ------------------------------------------------------------------------------------------- time
-
-
 def test_laps_add_up_to_the_whole(monkeypatch):
     ticks = itertools.accumulate([5.0, 1.0, 2.0, 4.0, 8.0, 0.0, 3.0, 5.0])
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(ticks))
@@ -119,9 +116,6 @@ def test_without_steps_per_print_every_tenth_step_has_lines(capsys):
     assert "ms a step" not in printed_by(made, capsys)
 
 
-# ------------------------------------------------------------------------------------------- memory
-
-
 def test_memory_lines_come_at_their_phases(run):
     begin = [line for line in run.start if line.startswith("memory")]
     assert [line.split(":")[0] for line in begin] == ["memory before the state", "memory with the state"]
@@ -129,20 +123,17 @@ def test_memory_lines_come_at_their_phases(run):
     planned, first = "memory of a step, planned", "memory after the first step"
     assert middle == [planned, first, "memory after step 2", "memory after step 4"]
     host = r"memory [\w ]+: host [\d.]+ [KMG]iB, peak [\d.]+ [KMG]iB \(cpu devices report none of their own\)"
-    assert all(
-        re.fullmatch(host, line) for line in [*begin, *run.lines] if line.startswith("memory") and "host" in line
-    )
+    both = [line for line in [*begin, *run.lines] if line.startswith("memory") and "host" in line]
+    assert all(re.fullmatch(host, line) for line in both)
 
 
 def test_the_planned_memory_is_the_compilers(run):
     stats = run.engine.step_fn.lower(rows(0)).compile().memory_analysis()
-    new = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    sizes = stats.argument_size_in_bytes + new + stats.temp_size_in_bytes, stats.argument_size_in_bytes, new
-    total, arguments, outputs, temporaries = (step_memory.size_text(x) for x in (*sizes, stats.temp_size_in_bytes))
-    assert (
-        f"memory of a step, planned: {total} per device = arguments {arguments} + outputs {outputs} + temporaries "
-        f"{temporaries}"
-    ) in run.lines
+    new, kept = stats.output_size_in_bytes - stats.alias_size_in_bytes, stats.argument_size_in_bytes
+    sizes = kept + new + stats.temp_size_in_bytes, kept, new, stats.temp_size_in_bytes
+    total, arguments, outputs, temporaries = map(step_memory.size_text, sizes)
+    words = f"{total} per device = arguments {arguments} + outputs {outputs} + temporaries {temporaries}"
+    assert f"memory of a step, planned: {words}" in run.lines
 
 
 def test_planning_compiles_nothing():
@@ -161,19 +152,10 @@ def test_the_fullest_device_is_shown(monkeypatch, tmp_path):
         return SimpleNamespace(id=number, platform="gpu", memory_stats=lambda: stats)
 
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t 3145728 kB\nVmRSS:\t 2097152 kB\n")
+    fullest = "3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak 3.00 GiB"
+    alone = "1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system"
     one, two = device(0, 1, 2), device(1, 3, 4)
-    for devices, status, words in (
-        (
-            [one, two],
-            "status",
-            "3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak 3.00 GiB",
-        ),
-        (
-            [one],
-            "missing",
-            "1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system",
-        ),
-    ):
+    for devices, status, words in (([one, two], "status", fullest), ([one], "missing", alone)):
         monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
         monkeypatch.setattr(step_memory, "STATUS", tmp_path / status)
         assert step_memory.used("now") == f"memory now: {words}"

@@ -28,9 +28,8 @@ def state(time, step, origin=None):
 
 
 def save(began, time, step):
-    return record(
-        "save", time, tag=f"global_step{step}", step=step, began=float(began), stall=1.0, background=1.0, bytes=9
-    )
+    times = {"began": float(began), "stall": 1.0, "background": 1.0}
+    return record("save", time, tag=f"global_step{step}", step=step, **times, bytes=9)
 
 
 def failure(died, noticed, attempt):
@@ -61,19 +60,16 @@ def test_goodput_of_a_run_with_a_failure():
     ]
     found = goodput(records)
     assert found.wall == 100
-    assert found.lost == pytest.approx(
-        {
-            "start": 4 + 2 + 2 + 0.5, "script": 1 + 4 + 0.25, "compile": 10 + 2.5 + 0.75, "first step": 2 + 0.5,
-            "save": 1 + 3, "data": 0.5, "repeated steps": 0.5 + 6, "detect": 2, "restart": 7, "restore": 3 + 1.5,
-            "stopped": 33,
-        }
-    )  # fmt: skip
+    assert found.lost == pytest.approx({
+        "start": 4 + 2 + 2 + 0.5, "script": 1 + 4 + 0.25, "compile": 10 + 2.5 + 0.75, "first step": 2 + 0.5,
+        "save": 1 + 3, "data": 0.5, "repeated steps": 0.5 + 6, "detect": 2, "restart": 7, "restore": 3 + 1.5,
+        "stopped": 33,
+    })  # fmt: skip
     assert found.steps == pytest.approx(2 + 2 + 2 + 2 + 2 + 2 + 1)  # steps 1, 2; 3 to 6; 7
     assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall)
     assert found.share == pytest.approx(0.13)
-    assert str(found).startswith(
-        "goodput 13.0% of 1 min 40 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
-    )
+    words = "goodput 13.0% of 1 min 40 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
+    assert str(found).startswith(words)
 
 
 def test_failures_of_several_attempts():
@@ -94,10 +90,8 @@ def test_failures_of_several_attempts():
 
 def refused(began, **fields):
     """A start that a mistake ends 2 s later, without a state."""
-    return [
-        started(began, began + 1) | fields,
-        record("end", began + 2, step=0, reason="ConfigError: the rank is 8, the checkpoint's is 4"),
-    ]
+    why = "ConfigError: the rank is 8, the checkpoint's is 4"
+    return [started(began, began + 1) | fields, record("end", began + 2, step=0, reason=why)]
 
 
 def test_a_refused_start_and_the_time_after_a_clean_end_do_not_count():
@@ -130,9 +124,8 @@ def test_a_start_without_a_state_counts_if_a_launcher_saw_it_fail():
 
 
 def test_clocks_that_differ_give_no_negative_time():
-    found = goodput(
-        [started(10, 11), state(11, 0), *steps(1, [11], [12]), failure(5, 6, "a"), started(7, 8), state(9, 0)]
-    )
+    first = [started(10, 11), state(11, 0), *steps(1, [11], [12])]
+    found = goodput([*first, failure(5, 6, "a"), started(7, 8), state(9, 0)])
     assert found.lost == {"start": 1.0, "repeated steps": 1.0}
     assert (found.wall, found.steps) == (2.0, 0.0)
 

@@ -26,9 +26,6 @@ FACTS = PanelFacts(
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- what it says
-
-
 def test_the_fields_of_a_step():
     """Of the first one nothing is known, and CPU devices count no memory."""
     assert fields(FACTS) == {
@@ -59,9 +56,6 @@ def test_the_drawing_has_every_field():
     odd = drawing(metrics={"a\x1b[2J": 1.0})
     assert r"a\x1b[2J" in odd
     assert "\x1b" not in odd
-
-
-# ------------------------------------------------------------------------------------------- speed
 
 
 def test_speeds_and_the_time_that_is_left():
@@ -98,10 +92,7 @@ def test_the_ideal_of_a_step_compiles_nothing(monkeypatch):
 def test_a_panel_reads_its_run(monkeypatch):
     monkeypatch.setattr(live, "kind", lambda: live.TERMINAL)
     stats = {"bytes_in_use": 1, "peak_bytes_in_use": 5, "bytes_limit": 9}
-    devices = [
-        SimpleNamespace(memory_stats=lambda: stats | {"peak_bytes_in_use": 4}),
-        SimpleNamespace(memory_stats=lambda: stats),
-    ]
+    devices = [SimpleNamespace(memory_stats=lambda peak=n: stats | {"peak_bytes_in_use": peak}) for n in (4, 5)]
     schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 40, "warmup_num_steps": 5}}}
     step = build(more=schedule)[0].step_fn
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
@@ -118,9 +109,6 @@ def test_a_panel_reads_its_run(monkeypatch):
     assert (facts().total, facts().left) == (40, 0)
     finished.add(41, Amount(8), {"loss": 0.5}, 12.0)
     assert (facts().step, facts().total, facts().left) == (41, None, None)  # the run goes on after its schedule
-
-
-# ------------------------------------------------------------------------------------------- when it is there
 
 
 class Shown:

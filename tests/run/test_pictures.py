@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.html_pages import Page
+from helpers.refusals import refuses
+from helpers.steps import started
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -51,7 +53,8 @@ def drawn(figure):
     return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 
-# ---------------------------------------------------------------- pictures
+def _devices(texts):
+    return [text for text in texts if text.startswith("device")]
 
 
 @pytest.mark.parametrize("degrees", [{}, {"pipe": 2, "data": 2}])
@@ -69,10 +72,6 @@ def test_a_mesh_shows_every_device_once(degrees):
     assert len(by_shard) == mesh.shape["zero"]
     for axis in ("pipe", "data", "zero"):
         assert (f"{axis} 0" in texts) == (mesh.shape[axis] > 1)
-
-
-def _devices(texts):
-    return [text for text in texts if text.startswith("device")]
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,9 @@ def test_a_large_mesh_shows_its_ends():
 
 
 SHARDED = [
-    ((8, 16), P()),
-    ((8, 16), P("zero", "data")),
-    ((8, 16), P(None, ("data", "zero"))),
-    ((32,), P("zero")),
-    ((2, 8, 4), P("data", None, "zero")),
-    ((), P()),
-]
+    ((8, 16), P()), ((8, 16), P("zero", "data")), ((8, 16), P(None, ("data", "zero"))), ((32,), P("zero")),
+    ((2, 8, 4), P("data", None, "zero")), ((), P()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "spec"), SHARDED)
@@ -115,9 +110,8 @@ def test_each_part_is_drawn_with_the_devices_that_hold_it(shape, spec):
         cut = [slice(None)] * max(2, len(shape))
         for dim, span in zip(dims, held[shard.device.id], strict=True):
             cut[dim] = slice(*span)
-        np.testing.assert_array_equal(
-            whole.reshape(shape + (1,) * (2 - len(shape)))[tuple(cut)].ravel(), shard.data.ravel()
-        )
+        part = whole.reshape(shape + (1,) * (2 - len(shape)))[tuple(cut)]
+        np.testing.assert_array_equal(part.ravel(), shard.data.ravel())
     texts = drawn(jzero.pictures.draw_sharding(x))
     assert len(texts) == len(found)
     assert ("all 8\ndevices" in texts) == (spec == P())
@@ -137,12 +131,9 @@ def test_the_bars_of_memory_are_the_formula_of_zero(accum):
     found = bytes_by_stage(linear(), config)
     size, gradient = WIDTH * CLASSES + CLASSES, 2 * accum
     counter = 4 + 4  # the optimizer's and the schedule's step counts are replicated
-    expected = {
-        0: (12, gradient, 2),
-        1: (12 / 8, gradient, 2),
-        2: (12 / 8, gradient / 8, 2),
-        3: (12 / 8, gradient / 8, 2 / 8),
-    }
+    sharded = 12 / 8
+    expected = {0: (12, gradient, 2), 1: (sharded, gradient, 2), 2: (sharded, gradient / 8, 2)}
+    expected[3] = sharded, gradient / 8, 2 / 8
     figure = jzero.pictures.draw_memory(found, memory=20_000)
     texts = drawn(figure)
     assert [len(container) for container in figure.axes[0].containers] == [4, 4, 4]
@@ -157,13 +148,9 @@ def test_the_bars_of_memory_are_the_formula_of_zero(accum):
 
 @pytest.mark.filterwarnings("error")
 def test_the_memory_of_nothing():
-    with pytest.raises(jzero.ConfigError, match="bars is empty: there is nothing to draw"):
-        jzero.pictures.draw_memory({})
+    refuses(lambda: jzero.pictures.draw_memory({}), "bars is empty: there is nothing to draw")
     nothing = SimpleNamespace(persistent=0, parameters=0, gradients=0, total=0)  # of a model without parameters
     assert drawn(jzero.pictures.draw_memory({0: nothing})) == ["0 B"]
-
-
-# ---------------------------------------------------------------- HTML
 
 
 def test_a_state_shows_its_leaves(engine):
@@ -179,8 +166,7 @@ def test_a_state_shows_its_leaves(engine):
 
 
 def test_a_consumed_state_says_so():
-    step = jzero.make_train_step(linear(), CONFIG)
-    state = step.init(jax.random.key(0))
+    _, state = started(linear(), CONFIG)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     page = state._repr_html_()
@@ -210,12 +196,8 @@ def test_text_is_escaped():
             return (params["<b>&"] * batch["x"].mean()).sum()
 
     step = jzero.make_train_step(Model(), CONFIG)
-    for page in (
-        step._repr_html_(),
-        step.init(jax.random.key(0))._repr_html_(),
-        html.text("<i>"),
-        html.folded("<i>", ""),
-    ):
+    pages = step._repr_html_(), step.init(jax.random.key(0))._repr_html_(), html.text("<i>"), html.folded("<i>", "")
+    for page in pages:
         assert not {"<script>", "<b>", "<i>"} & {page[i : i + n] for n in (3, 8) for i in range(len(page))}
     assert any("<b>&" in row[0] for row in Page(step._repr_html_()).rows)  # unescaped by the parser
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.html_pages import Page
+from helpers.refusals import refuses
 
-import jzero
 from jzero import cli, plots
 from jzero.plots import history, run_plots
 
@@ -24,13 +24,10 @@ def state(time, step, origin=None):
 
 def steps(first, losses, begin, **fields):
     """Steps of 2 s, one after the other; `fields` belong to the first."""
-    made = [
-        record(
-            "step", begin + 2 * i + 2, step=first + i, samples=8 * (first + i), rows=8, began=begin + 2 * i,
-            metrics={"loss": x, "lr": 0.5},
-        )
-        for i, x in enumerate(losses)
-    ]  # fmt: skip
+    made = []
+    for i, loss in enumerate(losses):
+        counts = {"step": first + i, "samples": 8 * (first + i), "rows": 8, "began": begin + 2 * i}
+        made.append(record("step", begin + 2 * i + 2, **counts, metrics={"loss": loss, "lr": 0.5}))
     made[0] |= fields
     return made
 
@@ -82,12 +79,9 @@ def test_lines_are_the_records(runs):
     hours = lines(run_plots.draw_curve(histories[:1], "loss", x="time"))["first"][0]
     assert hours == pytest.approx([seconds / 3600 for seconds in (12, 14, 33, 35, 37)])
     assert lines(run_plots.draw_curve(histories, "peak memory (GiB)"))["first"] == ([1, 3], [1.0, 2.0])
-    assert lines(run_plots.draw_curve(histories, "samples/s"))["first"] == (
-        [2, 4, 5],
-        [4.0, 4.0, 4.0],
-    )  # 8 samples in 2 s
-    with pytest.raises(jzero.ConfigError, match="x = 'time': curves: only a ledger has times"):
-        run_plots.draw_curve(histories, "loss", x="time")
+    speed = lines(run_plots.draw_curve(histories, "samples/s"))["first"]
+    assert speed == ([2, 4, 5], [4.0, 4.0, 4.0])  # 8 samples in 2 s
+    refuses(lambda: run_plots.draw_curve(histories, "loss", x="time"), "x = 'time': curves: only a ledger has times")
 
 
 def test_tokens_where_every_step_knows_them(tmp_path):
@@ -103,10 +97,10 @@ def quick(seconds):
     times = [1010.0]
     for spent in seconds:
         times.append(times[-1] + spent)
-    made = [
-        record("step", t, step=n, samples=8 * n, rows=8, began=t, metrics={"loss": 1.0}) for n, t in enumerate(times, 1)
+    start, metrics = [record("start", 1000.0, began=1000.0, new=True), state(1001.0, 0)], {"loss": 1.0}
+    return start + [
+        record("step", t, step=n, samples=8 * n, rows=8, began=t, metrics=metrics) for n, t in enumerate(times, 1)
     ]
-    return [record("start", 1000.0, began=1000.0, new=True), state(1001.0, 0), *made]
 
 
 def test_a_speed_has_five_steps_or_half_a_second(tmp_path):
@@ -139,15 +133,13 @@ def test_a_refused_start_is_no_restart(tmp_path):
 
 
 def test_the_reason_of_a_restart_is_one_clause(tmp_path):
-
     def shown(reason):
         records = [one | {"reason": reason} if one["kind"] == "failure" else one for one in RECORDS]
         (found,) = history.read_all([written(tmp_path / "run", records)])
         return found.restarts[0].reason
 
-    assert (
-        shown("ValueError: the host has no room; delete old checkpoints. More.") == "ValueError: the host has no room"
-    )
+    words = "ValueError: the host has no room"
+    assert shown(f"{words}; delete old checkpoints. More.") == words
     assert shown("word " * 99) == "word " * 31 + "..."
 
 

@@ -4,7 +4,6 @@ import re
 import shlex
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +23,9 @@ from helpers.planted_faults import (
     rows,
     train,
 )
+from helpers.refusals import refuses
 from helpers.sampling import keep
+from helpers.steps import mesh
 
 import jzero
 from jzero import ledger
@@ -91,8 +92,8 @@ class Balanced:
 
 @pytest.mark.parametrize("together", keep([False, True], [True]))
 def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
-    model, mesh = Balanced(together), jzero.make_mesh(devices=jax.devices()[:2])
-    engine = jzero.initialize(model=model, config=config(0), mesh=mesh)[0]
+    model = Balanced(together)
+    engine = jzero.initialize(model=model, config=config(0), mesh=mesh(2))[0]
     bad = np.ones((2, ACCUM, MICRO), np.float32)  # replica, micro-batch, row
     bad[:, 1] = [[1, 1], [-1, -1]] if together else [[1, 1], [1, -1]]
     engine.train_batch({"x": bad.ravel()})
@@ -114,11 +115,8 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
         monkeypatch.setattr(watch, "save_replay", no_memory)
     else:
         monkeypatch.setattr(watch, "share_problem", lambda topic, problem, timeout: problem or "no memory")
-    engine = jzero.initialize(
-        model=Net(),
-        config=config(0, checkpoint={"dir": str(tmp_path / "run")}),
-        mesh=jzero.make_mesh(devices=jax.devices()[:1]),
-    )[0]
+    settings = config(0, checkpoint={"dir": str(tmp_path / "run")})
+    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh(1))[0]
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
     with pytest.raises(NonFiniteError) as error:
         train(engine, *(rows(seed, MICRO * ACCUM) for seed in range(2)))
@@ -134,16 +132,13 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
 
 
 def test_what_a_replay_refuses(tmp_path):
-    with pytest.raises(jzero.ConfigError, match="model"):
-        replay.main(str(tmp_path), "nothing")
+    refuses(lambda: replay.main(str(tmp_path), "nothing"), "model")
     engine = engine_of("stage 3")
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
     engine.train_batch(batch_of("stage 3"))
     with pytest.raises(NonFiniteError):
         engine.save_checkpoint(tmp_path / "run")
     other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())
-    with pytest.raises(jzero.ConfigError, match="another model: missing params/bias"):
-        jzero.replay(tmp_path / "saved" / "step1", other)
+    refuses(lambda: jzero.replay(tmp_path / "saved" / "step1", other), "another model: missing params/bias")
     engine.save_checkpoint(tmp_path / "run", tag="whole").wait()
-    with pytest.raises(jzero.ConfigError, match="a checkpoint, not a saved step"):
-        jzero.replay(tmp_path / "run" / "whole", Net())
+    refuses(lambda: jzero.replay(tmp_path / "run" / "whole", Net()), "a checkpoint, not a saved step")

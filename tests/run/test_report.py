@@ -1,15 +1,21 @@
-"""The run report says what the run will do, and looks like it in 100 columns of plain text."""
+"""The run report says what the run will do, in 100 columns of plain text; its page also what was measured."""
 
 import dataclasses
 import re
+import time
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.engines import Net, build, config, rows
 from helpers.report_sections import section
+from helpers.steps import mesh
 
 import jzero
+from jzero.planner import GPUS
+from jzero.planner.plan import observed
 from jzero.planner.state_bytes import state_bytes
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
@@ -39,7 +45,7 @@ def report_of(model, data=1, optimizer=None, **changes):
     return step, jzero.report(step)
 
 
-def rows(text, title):
+def table_of(text, title):
     """A table's rows as {first cell: the other cells}."""
     cells = [re.split(r"\s{2,}", line.strip()) for line in section(text, title)[2:]]
     return {first: rest for first, *rest in cells}
@@ -70,7 +76,7 @@ def test_head():
 def test_stage_and_model_state(model, stage, says):
     step, text = report_of(model(), zero_optimization=CONFIG["zero_optimization"] | {"stage": stage})
     assert says in re.sub(r" +", " ", " ".join(section(text, "jzero run report")))
-    found, table = state_bytes(step), rows(text, "Model state per device")
+    found, table = state_bytes(step), table_of(text, "Model state per device")
     formula = re.fullmatch(r"ZeRO formula, every leaf partitioned: (.*)", table["total inside the step"][1])
     for printed, n_bytes in (
         (table["masters, float32"][0], found.masters),
@@ -86,13 +92,13 @@ def test_stage_and_model_state(model, stage, says):
 
 
 def test_fp32_parameters_are_the_masters():
-    table = rows(report_of(mlp(), bf16=None, zero_optimization={"stage": 0})[1], "Model state per device")
+    table = table_of(report_of(mlp(), bf16=None, zero_optimization={"stage": 0})[1], "Model state per device")
     assert table["parameters, float32"] == ["0 B", "equal to the masters"]
 
 
 def test_layout_groups_leaves():
     _, text = report_of(llama())
-    assert rows(text, "Layout") == {
+    assert table_of(text, "Layout") == {
         "ends/embed": ["1", "16,384", "P('zero')"],
         "ends/head/kernel": ["1", "16,384", "P('zero')"],
         "ends/norm/scale": ["1", "64", "P()", "replicated"],
@@ -120,7 +126,7 @@ def test_layout_of_many_layers_is_short():
     example = {"x": jnp.zeros((32, 16))}
     model = jzero.from_flax(Deep(), lambda m, batch: jnp.mean(m(batch["x"]) ** 2), example_batch=example)
     _, text = report_of(model)
-    assert rows(text, "Layout") == {
+    assert table_of(text, "Layout") == {
         "layers_*/kernel": ["20", "5,120", "P('zero')"],
         "layers_*/bias": ["20", "320", "P()", "replicated"],
         "total": ["40", "5,440"],
@@ -129,56 +135,36 @@ def test_layout_of_many_layers_is_short():
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
 FULL = {"policy": "full"}
+DEFAULTS = [
+    r"gradient_clipping 1: by global norm",
+    r"a step whose gradient is not finite is skipped",
+    r"optimizer Adam: lr 0.001",
+    r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
+    r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
+    r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
+    r"layer stack: 3 layers, unrolled; activation checkpointing none",
+    r"attention kernel xla \(attention='auto', bfloat16\)",
+]
 
 
 @pytest.mark.parametrize(
     ("model", "changes", "says", "never"),
     [
-        (
-            llama,
-            {"scheduler": WARMUP},
-            [
-                r"gradient_clipping 1: by global norm",
-                r"a step whose gradient is not finite is skipped",
-                r"optimizer Adam: lr 0.001",
-                r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
-                r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
-                r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
-                r"layer stack: 3 layers, unrolled; activation checkpointing none",
-                r"attention kernel xla \(attention='auto', bfloat16\)",
-            ],
-            "Fallbacks",
-        ),
-        (
-            mlp,
-            {"gradient_clipping": 0, "bf16": {"enabled": True, "check_grad_overflow": False}},
-            [r"^  - gradient_clipping 0: off$", "check_grad_overflow false"],
-            "skipped|activation checkpointing",
-        ),
+        (llama, {"scheduler": WARMUP}, DEFAULTS, "Fallbacks"),
+        (mlp, {"gradient_clipping": 0, "bf16": {"enabled": True, "check_grad_overflow": False}},
+            [r"^  - gradient_clipping 0: off$", "check_grad_overflow false"], "skipped|activation checkpointing"),
         (mlp, {"bf16": None, "fp16": {"enabled": True}}, [r"^  - loss scale dynamic, from 65536$"], "static"),
         (mlp, {"bf16": None, "fp16": {"enabled": True, "loss_scale": 1}}, [r"^  - loss scale 1, static$"], "dynamic"),
-        (
-            lambda: llama(attention="cudnn"),
-            {},
-            [r"^  - attention kernel cudnn \(attention='cudnn', bfloat16\)$"],
-            "kernel xla",
-        ),
-        (
-            mlp,
-            {"gradient_allreduce_op": "SUM"},
-            ["gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas"],
-            "checkpointing",
-        ),
+        (lambda: llama(attention="cudnn"), {},
+            [r"^  - attention kernel cudnn \(attention='cudnn', bfloat16\)$"], "kernel xla"),
+        (mlp, {"gradient_allreduce_op": "SUM"},
+            ["gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas"], "checkpointing"),
         (mlp, {"activation_checkpointing": FULL}, ["- activation checkpointing full$"], "host memory"),
-        (
-            mlp,
-            {"activation_checkpointing": {**FULL, "cpu_checkpointing": True}},
-            ["- activation checkpointing full, kept in host memory$"],
-            "checkpointing none",
-        ),
+        (mlp, {"activation_checkpointing": {**FULL, "cpu_checkpointing": True}},
+            ["- activation checkpointing full, kept in host memory$"], "checkpointing none"),
     ],
     ids=["defaults", "off", "fp16", "static scale", "cudnn", "sum", "remat", "remat on the host"],
-)
+)  # fmt: skip
 def test_what_is_in_effect(model, changes, says, never):
     lines = section(report_of(model(), **changes)[1], "In effect")
     for words in says:
@@ -227,7 +213,7 @@ def test_fallbacks():
 @pytest.mark.parametrize(("stage", "spec"), [(1, "P()"), (3, "P('zero')")])
 def test_frozen_leaves_are_marked(stage, spec):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    table = rows(report_of(mlp(), frozen_parameters=["fc1"], zero_optimization=zero)[1], "Layout")
+    table = table_of(report_of(mlp(), frozen_parameters=["fc1"], zero_optimization=zero)[1], "Layout")
     assert table["fc1/*"] == ["2", "100,480", spec, "frozen"]
     assert table["fc2/bias"] == ["1", "10", "P()", "replicated"]
     assert table["trained"] == ["2", "1,290", "1.27%"]
@@ -242,9 +228,8 @@ def test_fits_a_chat():
     }
     others = {"zero_allow_untested_optimizer": True}
     for model in (llama(), mlp()):
-        step, text = report_of(
-            model, zero_optimization={"stage": 3, **zero_section}, activation_checkpointing={"policy": "full"}, **others
-        )
+        zero = {"stage": 3, **zero_section}
+        step, text = report_of(model, zero_optimization=zero, activation_checkpointing=FULL, **others)
         assert len(step.config.replaced) == len(zero_section) + len(others)
         assert text.isascii()
         assert max(map(len, text.splitlines())) <= 100
@@ -267,12 +252,59 @@ def test_auto_is_said():
 
 def test_a_schedule_is_printed_with_its_values():
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000, "warmup_max_lr": None}}
-    for given, shown in (
-        (
-            scheduler,
-            "WarmupDecayLR(total_num_steps=2000, warmup_min_lr=0.0, warmup_num_steps=1000, warmup_type='log', "
-            "last_batch_iteration=-1, warmup_max_lr=0.001)",
-        ),
-        (None, "constant(lr=0.001)"),
-    ):
-        assert repr(report_of(mlp(), scheduler=given)[0].setup.optimizer.schedule) == shown
+    shown = (
+        "WarmupDecayLR(total_num_steps=2000, warmup_min_lr=0.0, warmup_num_steps=1000, warmup_type='log', "
+        "last_batch_iteration=-1, warmup_max_lr=0.001)"
+    )
+    for given, words in ((scheduler, shown), (None, "constant(lr=0.001)")):
+        assert repr(report_of(mlp(), scheduler=given)[0].setup.optimizer.schedule) == words
+
+
+@pytest.fixture
+def cpus(monkeypatch):
+    """Describe this machine's devices as GPUs of some kind."""
+    kind = dataclasses.replace(GPUS["h200"], description=jax.devices()[0].device_kind)
+    monkeypatch.setitem(GPUS, "h200", kind)
+
+
+@pytest.fixture(scope="module")
+def ran():
+    """An engine after its first step, which no other test runs."""
+    made = build(3)[0]
+    made.train_batch(rows(0))
+    return made
+
+
+@pytest.mark.slow
+def test_an_engine_knows_its_time_and_the_page_shows_it(cpus, ran, tmp_path):
+    pytest.importorskip("matplotlib")
+    walls = []
+    for _ in range(12):
+        start = time.perf_counter()
+        float(ran.train_batch(rows(0)))
+        walls.append(time.perf_counter() - start)
+    assert min(walls) / 2 < ran.seconds_per_step() < 2 * max(walls)
+    text = jzero.report(ran, html=tmp_path / "run.html")
+    assert text.startswith("jzero run report")
+    page = (tmp_path / "run.html").read_text()
+    assert "Planned and measured" in page
+    assert "on them" in page
+    assert not re.search(r"(src|href)=\"http", page)
+
+
+def test_measured_beside_planned(cpus, ran):
+    """The program is the one that ran: XLA's own figures."""
+    plan = observed(ran.step_fn, 0.5)
+    stats = ran.step_fn.lower(rows(0)).compile().memory_analysis()
+    assert plan.memory.xla.temps == stats.temp_size_in_bytes
+    assert plan.measured.step_s == 0.5
+    assert plan.gpus == 4
+    assert plan.collectives
+
+
+def test_no_page_without_a_step_or_a_gpu(ran, tmp_path):
+    unused = jzero.make_train_step(Net(), config(), mesh=mesh())
+    for step, words in ((unused, "did not run yet"), (ran.step_fn, "not a GPU that")):
+        with pytest.raises(jzero.ConfigError, match=words):
+            jzero.report(step, html=tmp_path / "run.html")
+    assert not (tmp_path / "run.html").exists()

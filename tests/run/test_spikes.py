@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.reference import assert_bitwise
 from helpers.sampling import keep
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.run.diagnosis.step_checks import spike_threshold
@@ -29,14 +30,11 @@ def batch(slope):
 
 
 def engine_of(capsys, **section):
-    config = {
-        "train_batch_size": ROWS,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-4}},
-        "spikes": {"window": 40, **section},
-    }
-    engine = jzero.initialize(model=Line(), config=config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))[0]
+    config = settings(
+        ROWS, lr=1e-4, spikes={"window": 40, **section},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-4}},
+    )  # fmt: skip
+    engine = jzero.initialize(model=Line(), config=config, mesh=mesh(2))[0]
     capsys.readouterr()
     return engine
 

@@ -1,6 +1,7 @@
 """Starting from values that exist, and gradients alone. Oracle: jax.grad of the plain loss on one device."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from helpers.sampling import keep
+from helpers.steps import mesh, settings, started
 
 import jzero
 from jzero.tree import named
@@ -18,18 +20,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
 BATCH = {"x": X, "y": np.roll(X, 1, axis=1)}
 
 
-def config(stage=0, **more):
-    return {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-
-
-def mesh(pipe=1):
-    return jzero.make_mesh(pipe=pipe, devices=jax.devices()[: 4 * pipe])
+config = partial(settings, ROWS, accum=2)
 
 
 def loss_fn(model, batch):
@@ -108,18 +99,15 @@ def test_a_run_starts_from_params_of_every_kind(starts):
 
 
 def test_params_of_another_model_are_refused():
+    other = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     with pytest.raises(jzero.ConfigError, match="the params are another model's"):
-        jzero.initialize(
-            model=jzero.from_flax(Deep), config=config(), params=nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=mesh()
-        )
+        jzero.initialize(model=jzero.from_flax(Deep), config=config(), params=other, mesh=mesh())
 
 
 @pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (2, 2)], [(2, 2)]))
 def test_gradients_are_those_of_one_device(stage, pipe):
-    step = jzero.make_train_step(
-        jzero.from_flax(Deep), config(stage, frozen_parameters=["first/bias"], gradient_clipping=1e-3), mesh=mesh(pipe)
-    )
-    state = step.init(jax.random.key(0))
+    more = {"frozen_parameters": ["first/bias"], "gradient_clipping": 1e-3}
+    step, state = started(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(pipe=pipe))
     params = jax.device_get(state.params)
     gradients, metrics = step.gradients(state, BATCH)
     value, expected = gradient_of(params, BATCH)
@@ -136,11 +124,8 @@ def test_gradients_are_those_of_one_device(stage, pipe):
 
 
 def test_gradients_have_their_true_scale_under_fp16():
-    step = jzero.make_train_step(
-        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn),
-        config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh(),
-    )  # fmt: skip
-    state = step.init(jax.random.key(0))
+    model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn)
+    step, state = started(model, config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh())
     gradients, _ = step.gradients(state, BATCH)
     params = jax.device_get(state.params)
     expected = jax.grad(lambda p: jnp.mean((X @ p["kernel"] + p["bias"] - BATCH["y"]) ** 2))(params)
@@ -190,8 +175,7 @@ def test_gradients_may_return_the_state_that_moved():
         def __call__(self, x):
             return self.last(self.norm(x))
 
-    step = jzero.make_train_step(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
-    state = step.init(jax.random.key(0))
+    step, state = started(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
     gradients, _, moved = step.gradients(state, BATCH, new_state=True)
     assert gradients["norm"]["mean"] is None
     assert moved.params["last"]["kernel"] is state.params["last"]["kernel"]

@@ -14,31 +14,13 @@ from helpers.sampling import sample
 from jzero.run.deferred_loss import Loss
 
 VALUE = 2.5
-TWO = (
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.truediv,
-    operator.floordiv,
-    operator.mod,
-    operator.pow,
-    divmod,
-)
-COMPARE = (operator.lt, operator.le, operator.eq, operator.ne, operator.gt, operator.ge)
+o = operator
+TWO = (o.add, o.sub, o.mul, o.truediv, o.floordiv, o.mod, o.pow, divmod)
+COMPARE = (o.lt, o.le, o.eq, o.ne, o.gt, o.ge)
 ONE = {
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "abs": abs,
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "round": round,
-    "round to a digit": lambda x: round(x, 1),
-    "math.isnan": math.isnan,
-    "np.isnan": np.isnan,
-    "np.log": np.log,
-    "jnp.exp": jnp.exp,
-    "jnp.isnan": jnp.isnan,
+    "neg": operator.neg, "pos": operator.pos, "abs": abs, "bool": bool, "int": int, "float": float, "round": round,
+    "round to a digit": lambda x: round(x, 1), "math.isnan": math.isnan, "np.isnan": np.isnan, "np.log": np.log,
+    "jnp.exp": jnp.exp, "jnp.isnan": jnp.isnan,
     "jnp.where": lambda x: jnp.where(x > 2, x, 0),
     "jnp.stack": lambda x: jnp.stack([x, x]),
     "np.mean": lambda x: np.mean([x, x]),

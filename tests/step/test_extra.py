@@ -1,5 +1,6 @@
 """What a loss takes beside the batch, and losses over the global batch. Oracle: plain JAX and optax on one device."""
 
+from functools import partial
 from itertools import product
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.oracle import plain_loop
+from helpers.refusals import refuses
 from helpers.sampling import keep, some
+from helpers.steps import assert_close, mesh, run, settings, started
 
 import jzero
-from jzero.tree import named
 
 ROWS, LR, STEPS = 16, 0.1, 3
 RNG = np.random.default_rng(0)
@@ -19,35 +22,17 @@ X = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
 Y = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
 
 
-def config(stage=0, accum=1, **more):
-    return {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": accum,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+config = partial(settings, ROWS)
 
 
-def mesh(pipe=1, n=4):
-    return jzero.make_mesh(pipe=pipe, devices=jax.devices()[: n * pipe])
-
-
-def plain(params, loss, extras):
-    """Train with one device; return losses and parameters."""
-    losses, gradient_of = [], jax.jit(jax.value_and_grad(loss))
-    for x, y, extra in zip(X, Y, extras, strict=True):
-        value, gradient = gradient_of(params, {"x": x, "y": y}, extra)
-        params = jax.tree.map(lambda p, g: p - LR * g, params, gradient)
-        losses.append(float(value))
-    return losses, params
-
-
-def compare(step, state, losses, expected, **bounds):
-    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
-    for name, x in named(jax.device_get(state.params)).items():
-        np.testing.assert_allclose(x, named(expected[1])[name], rtol=1e-4, atol=1e-6, err_msg=name)
+def compare(step, batches, loss, extras=None):
+    """Train, and compare with optax on one device; `loss(params, batch, extra)` is plain JAX; return (start, state)."""
+    start, losses, state = run(step, batches, extras=extras)
+    with_extra = list(zip(batches, extras or [None] * STEPS, strict=True))
+    plain = plain_loop(lambda params, both: loss(params, *both), start, with_extra, optax.sgd(LR))
+    np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
+    assert_close(state.params, plain.params)
+    return start, state
 
 
 def distance(model, batch, extra):
@@ -65,31 +50,28 @@ def nnx_student():
 
 
 def linen_student():
-    return jzero.from_flax(
-        linen.Dense(4), lambda m, b, extra: distance(m, b, extra or TEACHERS[0]), example_batch=BATCH
-    )
+    def loss(module, batch, extra):
+        return distance(module, batch, extra or TEACHERS[0])
+
+    return jzero.from_flax(linen.Dense(4), loss, example_batch=BATCH)
 
 
 TRACED = []
-BATCH = {"x": X[0], "y": Y[0]}
+BATCHES = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+BATCH = BATCHES[0]
 TEACHERS = [{"teacher": RNG.normal(size=(4, 4)).astype(np.float32), "weight": 1.0 + i} for i in range(STEPS)]
 
 
 @pytest.mark.parametrize(
-    ("make", "stage"),
-    keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3)]),
+    ("make", "stage"), keep(list(product([nnx_student, linen_student], [0, 3])), [(nnx_student, 3)])
 )
 def test_a_teacher_that_moves(make, stage):
     step = jzero.make_train_step(make(), config(stage, accum=2), mesh=mesh())
-    state = step.init(jax.random.key(0))
-    start, losses, traced = jax.device_get(state.params), [], 0
     TRACED.clear()
-    for x, y, teacher in zip(X, Y, TEACHERS, strict=True):
-        state, metrics = step(state, {"x": x, "y": y}, teacher)
-        losses.append(float(metrics["loss"]))
-        traced = traced or len(TRACED)
+    run(step, BATCHES[:1], extras=TEACHERS)
+    traced = len(TRACED)
+    _, state = compare(step, BATCHES, linear, TEACHERS)
     assert len(TRACED) == traced  # the teacher is an argument of one program
-    compare(step, state, losses, plain(start, linear, TEACHERS))
     found = step.evaluate(state, BATCH, TEACHERS[1])
     assert float(found) == pytest.approx(float(linear(jax.device_get(state.params), BATCH, TEACHERS[1])), rel=1e-5)
 
@@ -125,8 +107,7 @@ def test_the_three_call_loop_takes_it(outside):
     with pytest.raises(jzero.ConfigError, match="differ in teacher, weight: pass the same extra"):
         other.backward(forward(other, X[0, 8:], Y[0, 8:], TEACHERS[1]))
     if outside:
-        with pytest.raises(jzero.ConfigError, match=r"engine.loss\(outputs, labels, extra\)"):
-            other(X[0, :8], extra=TEACHERS[0])
+        refuses(lambda: other(X[0, :8], extra=TEACHERS[0]), r"engine.loss\(outputs, labels, extra\)")
 
 
 def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
@@ -142,15 +123,12 @@ def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
         fake = batch["x"] @ extra["kernel"] + extra["bias"]
         return score(model.kernel[...], fake).mean() - score(model.kernel[...], batch["y"]).mean()
 
-    players = [
-        jzero.initialize(
-            model=jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss), config=config(3), mesh=mesh(),
-            rng=jax.random.key(i),
-        )[0]
-        for i, loss in enumerate((generator_loss, critic_loss))
-    ]  # fmt: skip
-    generator, critic = players
-    g, c = (jax.device_get(player.state.params) for player in players)
+    def player(loss, i):
+        model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss)
+        return jzero.initialize(model=model, config=config(3), mesh=mesh(), rng=jax.random.key(i))[0]
+
+    generator, critic = player(generator_loss, 0), player(critic_loss, 1)
+    g, c = (jax.device_get(one.state.params) for one in (generator, critic))
 
     @jax.jit
     @jax.value_and_grad
@@ -162,22 +140,17 @@ def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
     def plain_critic(c, g, x, y):
         return score(c["kernel"], x @ g["kernel"] + g["bias"]).mean() - score(c["kernel"], y).mean()
 
-    for x, y in zip(X, Y, strict=True):
-        batch = {"x": x, "y": y}
+    for batch in BATCHES:
         mine = float(critic.train_batch(batch, extra=generator.state.params))
-        value, gradient = plain_critic(c, g, x, y)
+        value, gradient = plain_critic(c, g, batch["x"], batch["y"])
         c = jax.tree.map(lambda p, d: p - LR * d, c, gradient)
         assert mine == pytest.approx(float(value), rel=1e-5, abs=1e-7)
         mine = float(generator.train_batch(batch, extra=critic.state.params))
-        value, gradient = plain_generator(g, c, x)
+        value, gradient = plain_generator(g, c, batch["x"])
         g = jax.tree.map(lambda p, d: p - LR * d, g, gradient)
         assert mine == pytest.approx(float(value), rel=1e-5, abs=1e-7)
-    for player, expected in ((generator, g), (critic, c)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-            jax.device_get(player.state.params),
-            expected,
-        )
+    assert_close(generator.state.params, g)
+    assert_close(critic.state.params, c)
 
 
 def stacked(pipe):
@@ -205,8 +178,7 @@ def stacked(pipe):
 @pytest.mark.parametrize(("pipe", "kind"), keep(product([1, 2], ["nnx", "even", "odd"]), [(2, "odd")]))
 def test_models_with_stages_take_it_too(kind, pipe):
     model = stacked(pipe)[kind]
-    step = jzero.make_train_step(model, config(), mesh=mesh(pipe, 2))
-    state = step.init(jax.random.key(0))
+    step, state = started(model, config(), mesh=mesh(2, pipe=pipe))
     params = jax.device_get(state.params)
     target = np.float32(0.5)
     if kind == "odd":
@@ -245,19 +217,16 @@ def test_a_linen_loss_that_reads_it_at_init_needs_an_example():
     with pytest.raises(jzero.ConfigError, match="example_extra is for a Linen module"):
         jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss, example_extra=TEACHERS[0])
     model = jzero.from_flax(linen.Dense(4), loss, example_batch=BATCH, example_extra=TEACHERS[0])
-    step = jzero.make_train_step(model, config(), mesh=mesh())
-    state = step.init(jax.random.key(0))
+    step, state = started(model, config(), mesh=mesh())
     expected = linear(jax.device_get(state.params), BATCH, TEACHERS[1])
     step.lower(BATCH, TEACHERS[1])  # with a number among the arrays
     assert float(step(state, BATCH, TEACHERS[1])[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_loss_that_does_not_take_an_extra():
-    step = jzero.make_train_step(
-        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda m, b: m(b["x"]).mean()), config(), mesh=mesh()
-    )
-    with pytest.raises(jzero.ConfigError, match=r"write def loss_fn\(module, batch, extra\)"):
-        step(step.init(jax.random.key(0)), BATCH, 1.0)
+    model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda m, b: m(b["x"]).mean())
+    step = jzero.make_train_step(model, config(), mesh=mesh())
+    refuses(lambda: step(step.init(jax.random.key(0)), BATCH, 1.0), r"write def loss_fn\(module, batch, extra\)")
 
 
 def by_keywords(outputs, labels, **keywords):
@@ -287,13 +256,9 @@ def test_a_large_array_that_the_loss_closes_over_is_named():
     def loss(model, batch):
         return (model(batch["x"]) + table[:, :4].mean()).mean()
 
-    step = jzero.make_train_step(jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss), config(), mesh=mesh())
-    state = step.init(jax.random.key(0))
+    step, state = started(jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss), config(), mesh=mesh())
     with pytest.warns(UserWarning, match=r"closes over float32\[1048576, 5\] \(20 MiB\).*extra="):
         step(state, BATCH)
-
-
-# ---------------------------------------------------------------- losses over the global batch
 
 
 def contrastive(a, b, index=0, everything=lambda x: x):
@@ -321,20 +286,13 @@ def plain_clip(params, batch, extra):
 
 @pytest.mark.parametrize(("stage", "data"), keep([(0, 4), (3, 2), (2, 1)], [(3, 2)]))
 def test_a_contrastive_loss_sees_the_global_batch(stage, data):
-    layout = jzero.make_mesh(data=data, zero=4 // data, devices=jax.devices()[:4])
     model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), clip_loss)
-    step = jzero.make_train_step(model, config(stage), mesh=layout)
-    state = step.init(jax.random.key(0))
-    start, losses = jax.device_get(state.params), []
-    for x, y in zip(X, Y, strict=True):
-        state, metrics = step(state, {"x": x, "y": y})
-        losses.append(float(metrics["loss"]))
-    compare(step, state, losses, plain(start, plain_clip, [None] * STEPS))
+    step = jzero.make_train_step(model, config(stage), mesh=mesh(4 // data, data=data))
+    start, state = compare(step, BATCHES, plain_clip)
     plainly = float(model.loss(start, BATCH, None))  # outside the step: the identity
     assert plainly == pytest.approx(float(plain_clip(start, BATCH, None)), rel=1e-6)
-    assert float(step.evaluate(state, BATCH)) == pytest.approx(
-        float(plain_clip(jax.device_get(state.params), BATCH, None)), rel=1e-5
-    )
+    expected = float(plain_clip(jax.device_get(state.params), BATCH, None))
+    assert float(step.evaluate(state, BATCH)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("equal", some([True, False], [False]))
@@ -342,25 +300,17 @@ def test_a_contrastive_loss_after_a_pipeline(equal):
     def loss(out, labels):
         return contrastive(normed(out), normed(labels), jzero.axis_index(), jzero.all_gather)
 
-    layer = jzero.LayerSpec(nnx.Linear, 4, 4)
-    layers = (
-        [layer, layer] if equal else [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 4)]
-    )
+    odd = [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 4)]
+    layers = [jzero.LayerSpec(nnx.Linear, 4, 4)] * 2 if equal else odd
     model = jzero.PipelineModule(layers, loss_fn=loss, example_batch=(X[0], Y[0]))
-    step = jzero.make_train_step(model, config(), mesh=mesh(2, 2))
-    state = step.init(jax.random.key(0))
-    start, losses = jax.device_get(state.params), []
 
     def plainly(params, batch, extra):
         if equal:
             parts = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(2)]
         else:
             parts = [params["layers"]["0"], params["layers"]["2"]]
-        x = batch["x"] @ parts[0]["kernel"] + parts[0]["bias"]
+        x = batch[0] @ parts[0]["kernel"] + parts[0]["bias"]
         x = (x if equal else jnp.tanh(x)) @ parts[1]["kernel"] + parts[1]["bias"]
-        return contrastive(normed(x), normed(batch["y"]))
+        return contrastive(normed(x), normed(batch[1]))
 
-    for x, y in zip(X, Y, strict=True):
-        state, metrics = step(state, (x, y))
-        losses.append(float(metrics["loss"]))
-    compare(step, state, losses, plain(start, plainly, [None] * STEPS))
+    compare(jzero.make_train_step(model, config(), mesh=mesh(2, pipe=2)), list(zip(X, Y, strict=True)), plainly)

@@ -87,11 +87,7 @@ def gap(outputs, labels):
 WAYS = [{"loss_fn": squares}, {"loss_fn": squares, "stack": "layers"}, {"criterion": gap}]
 
 
-@pytest.mark.parametrize(
-    "way",
-    keep(WAYS, WAYS[1:]),
-    ids=["loss_fn", "stack", "criterion"],
-)
+@pytest.mark.parametrize("way", keep(WAYS, WAYS[1:]), ids=["loss_fn", "stack", "criterion"])
 def test_only_the_first_batch_is_checked(way):
     """With a criterion the module gets what its call gets: the inputs."""
     step = jzero.make_train_step(from_flax(Checked, **way), SETTINGS)

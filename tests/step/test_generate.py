@@ -5,7 +5,6 @@ tests/weights/test_families.py compares with `transformers`.
 
 import dataclasses
 import functools
-import math
 import re
 from itertools import product
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.sampling import keep, some
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.model import stack_loss
@@ -50,17 +50,8 @@ def model_of(config):
 
 
 def step_of(model, stage=0, more=None, **axes):
-    axes = {"zero": 1, **axes}
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **(more or {}),
-    }
-    return jzero.make_train_step(
-        model, settings, mesh=jzero.make_mesh(devices=jax.devices()[: math.prod(axes.values())], **axes)
-    )
+    config = settings(None, stage, accum=2, train_micro_batch_size_per_gpu=2, **(more or {}))
+    return jzero.make_train_step(model, config, mesh=mesh(**{"zero": 1, **axes}))
 
 
 def random_params(model, scale=0.3):
@@ -123,9 +114,10 @@ GREEDY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), keep(GREEDY, [("everything", "interleaved"), ("padded", "tensor and zero3")])
-)
+CHOSEN = [("everything", "interleaved"), ("padded", "tensor and zero3")]
+
+
+@pytest.mark.parametrize(("name", "layout"), keep(GREEDY, CHOSEN))
 def test_greedy_is_the_plain_modules(name, layout):
     """Rows of unequal length, and not as many as the replicas divide."""
     model, params, expected = case(name)
@@ -151,9 +143,6 @@ def test_zero3_gathers_the_layers_in_every_pass():
     ends = sum(not layout.stacked and layout.dim is not None for layout in jax.tree.leaves(step.layouts))
     prompt = gathers.pop("ENTRY")
     assert (prompt, sum(gathers.values())) == (stacked + ends, stacked)
-
-
-# ------------------------------------------------------------------ sampling
 
 
 def restricted(logits, temperature, top_k, top_p):
@@ -219,8 +208,6 @@ def test_samples_are_the_same_on_every_layout(layout):
     assert (expected[:, S:] != case("everything")[2][:, S:]).mean() > 0.2
     np.testing.assert_array_equal(sampled(layout), expected)
 
-
-# ------------------------------------------------------------------ a module of one's own, and the end of a row
 
 PASSES = []  # the number of rows in every pass of every device
 
@@ -291,10 +278,8 @@ class Recurrent:
 
     def init(self, rng):
         ends, stack = jax.random.split(rng)
-        return {
-            "ends": {"table": jax.random.normal(ends, (16, 8))},
-            "stack": {"w": jax.random.normal(stack, (4, 8, 8))},
-        }
+        table, w = jax.random.normal(ends, (16, 8)), jax.random.normal(stack, (4, 8, 8))
+        return {"ends": {"table": table}, "stack": {"w": w}}
 
     def prefix(self, ends, batch, rng):
         return ends["table"][batch]
@@ -305,8 +290,7 @@ class Recurrent:
     def suffix(self, ends, x, batch, rng):
         return (x @ ends["table"].T).mean()
 
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
     def make_cache(self, rows, length, dtype):
         return jnp.zeros((rows, 1, 8), dtype)
@@ -341,9 +325,6 @@ def test_layers_that_are_recurrent(layout):
         expected = np.c_[expected, logits(expected).argmax(-1)]
     assert len(set(expected[:, S:].ravel().tolist())) > 5
     np.testing.assert_array_equal(step.generate(state, tokens, NEW), expected)
-
-
-# ------------------------------------------------------------------ precision, averages, mistakes
 
 
 @pytest.mark.slow

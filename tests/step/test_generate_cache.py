@@ -30,10 +30,9 @@ def kept_or_gathered(jaxpr):
 def heads_of(step, state):
     """The numbers of heads of the keys and values that a program keeps or gathers."""
     run, greedy = step.generate._run.program.__wrapped__, Sampling(None, None, None, None, None, np.int32(0))
-    program = jax.make_jaxpr(functools.partial(run, new=NEW))(
-        state.params, (TOKENS[:4], None), greedy, np.int32(4), None
-    )
-    return {shape[-2] for shape in kept_or_gathered(program) if shape[-3:-2] == (S + NEW,)}
+    program = jax.make_jaxpr(functools.partial(run, new=NEW))
+    found = program(state.params, (TOKENS[:4], None), greedy, np.int32(4), None)
+    return {shape[-2] for shape in kept_or_gathered(found) if shape[-3:-2] == (S + NEW,)}
 
 
 @pytest.mark.parametrize("layout", keep(list(CUT), ["tensor"]))

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from helpers.sampling import some
+from helpers.steps import mesh, settings
 from jax import lax
 
 import jzero
@@ -20,9 +21,6 @@ from jzero.tracing.auto_cast import inputs_of_products
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 ROWS, PATCHES, WIDTH, HEADS, CLASSES = 16, 4, 16, 2, 8
-
-
-# ---------------------------------------------------------------- a vision transformer that casts nothing itself
 
 
 class Block(nnx.Module):
@@ -72,15 +70,8 @@ def images():
 
 
 def make(model, stage=0, pipe=1, precision="bf16", accum=1, devices=8, **options):
-    config = {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": accum,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        precision: {"enabled": True, **options},
-    }
-    return jzero.make_train_step(model, config, mesh=jzero.make_mesh(pipe=pipe, devices=jax.devices()[:devices]))
+    config = settings(ROWS, stage, accum, **{precision: {"enabled": True, **options}})
+    return jzero.make_train_step(model, config, mesh=mesh(devices // pipe, pipe=pipe))
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +170,6 @@ def test_reading_the_products_does_not_trace_again():
     before = len(traces)
     matmuls(step.traced)
     assert len(traces) == before
-
-
-# ---------------------------------------------------------------- what is cast
 
 
 def chosen(model, batch):
@@ -306,9 +294,6 @@ def test_a_model_that_refuses_the_cast_is_left_alone():
             return self.hidden(lax.mul(x, jnp.ones((4, 8), F32)))  # lax promotes nothing
 
     assert chosen(jzero.from_flax(Strict, lambda n, b: n(b["x"]).mean()), BATCH) == set()
-
-
-# ---------------------------------------------------------------- the count
 
 
 def test_the_optimizer_is_not_counted():

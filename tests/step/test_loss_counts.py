@@ -1,6 +1,5 @@
 """A loss of (sum, count) has the range of a mean, whatever the batch contains. Oracle: plain JAX with a mean."""
 
-import math
 from itertools import product
 
 import jax
@@ -8,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.oracle import mean_of, stacked_loss
 from helpers.sampling import keep
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.pipeline.vocab_parallel import cross_entropy
@@ -28,9 +29,8 @@ class Pixels:
     def loss(self, params, batch, rng):
         x = batch["x"].astype(params["w"].dtype) / (255 if batch["x"].dtype == jnp.uint8 else 1)
         squares = (x @ params["w"] - batch["y"].astype(x.dtype)) ** 2
-        return (
-            squares.mean(dtype=jnp.float32) if self.mean else jzero.Mean(squares.sum(dtype=jnp.float32), squares.size)
-        )
+        whole = squares.sum(dtype=jnp.float32)
+        return whole / squares.size if self.mean else jzero.Mean(whole, squares.size)
 
 
 def keep_gradients() -> optax.GradientTransformation:
@@ -41,17 +41,13 @@ def keep_gradients() -> optax.GradientTransformation:
 
 
 def make(model, rows, devices: int = 2, optimizer=None, **more):
-    config = {
-        "train_batch_size": rows,
-        "gradient_clipping": 0,
-        "fp16": {"enabled": True},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 2},
-        **more,
-    }
-    return jzero.make_train_step(
-        model, config, optimizer=optimizer, mesh=jzero.make_mesh(devices=jax.devices()[:devices])
-    )
+    config = settings(rows, 2, **{"fp16": {"enabled": True}, **more})
+    return jzero.make_train_step(model, config, optimizer=optimizer, mesh=mesh(devices))
+
+
+def plain_gradient(model, batch):
+    """Return the loss and the gradient of sum / count in plain JAX."""
+    return jax.jit(jax.value_and_grad(mean_of(model)))(model.init(jax.random.key(0)), batch)
 
 
 @pytest.mark.slow
@@ -116,11 +112,7 @@ class Tokens:
     def suffix(self, ends, x, batch, rng):
         return cross_entropy(x, ends["table"].T, batch["labels"])
 
-    def loss(self, params, batch, rng):
-        x = self.prefix(params["ends"], batch, rng)
-        for i in range(4):
-            x = self.block({"w": params["stack"]["w"][i]}, x, rng)
-        return self.suffix(params["ends"], x, batch, rng)
+    loss = stacked_loss
 
 
 @pytest.mark.parametrize(("reduction", "pipe"), keep(product(["mean", "sum"], [1, 2]), [("mean", 2)]))
@@ -130,24 +122,10 @@ def test_unequal_counts_are_one_mean(pipe, reduction):
     tokens = rng.integers(0, 32, size=(16, 9))
     labels = np.where(rng.random((16, 8)) < np.linspace(0, 1, 16)[:, None], tokens[:, 1:], -1)
     batch = {"inputs": tokens[:, :-1], "labels": labels}
-    config = {
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0,
-        "gradient_allreduce_op": reduction,
-        "mesh": {"pipe": pipe, "zero": 2},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 2},
-    }
-    mesh = jzero.make_mesh(pipe=pipe, zero=2, devices=jax.devices()[: 2 * pipe])
-    step = jzero.make_train_step(Tokens(), config, mesh=mesh, optimizer=keep_gradients())
+    config = settings(16, 2, accum=4, gradient_allreduce_op=reduction, mesh={"pipe": pipe, "zero": 2})
+    step = jzero.make_train_step(Tokens(), config, mesh=mesh(2, pipe=pipe), optimizer=keep_gradients())
     state, metrics = step(step.init(jax.random.key(0)), batch)
-
-    def mean(params):
-        total, count = Tokens().loss(params, batch, None)
-        return total / count
-
-    loss, plain = jax.jit(jax.value_and_grad(mean))(Tokens().init(jax.random.key(0)))
+    loss, plain = plain_gradient(Tokens(), batch)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     factor = 2 if reduction == "sum" else 1
     for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain), strict=True):
@@ -167,12 +145,7 @@ def test_a_count_that_depends_on_the_parameters():
     model = Confident(False, 4)
     step = make(model, 8, gradient_accumulation_steps=2, fp16={"enabled": False}, optimizer=keep_gradients())
     state, metrics = step(step.init(jax.random.key(0)), {"x": x})
-
-    def mean(params):
-        total, count = model.loss(params, {"x": x}, None)
-        return total / count
-
-    loss, plain = jax.jit(jax.value_and_grad(mean))(model.init(jax.random.key(0)))
+    loss, plain = plain_gradient(model, {"x": x})
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     np.testing.assert_allclose(state.opt_state["w"], plain["w"], rtol=1e-5)
 
@@ -204,12 +177,7 @@ def test_a_mask_that_the_layers_pass_along():
     data = {"x": rng.normal(size=(8, 4)).astype("f"), "first": np.ones(8, "f"), "last": (np.arange(8) < 3).astype("f")}
     step = make(Handing(), 8, fp16={"enabled": False}, optimizer=keep_gradients())
     state, _ = step(step.init(jax.random.key(0)), data)
-
-    def mean(params):
-        total, count = Handing().loss(params, data, None)
-        return total / count
-
-    plain = jax.grad(mean)(Handing().init(None))
+    _, plain = plain_gradient(Handing(), data)
     for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
@@ -250,17 +218,8 @@ LAYOUTS = [
 
 def lay_out(model, layout, **more):
     """Make a step of two micro-batches that keeps its gradients."""
-    config = {
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **layout,
-        **more,
-    }
-    devices = jax.devices()[: math.prod(layout["mesh"].values())]
-    mesh = jzero.make_mesh(**layout["mesh"], devices=devices)
-    return jzero.make_train_step(model, config, mesh=mesh, optimizer=keep_gradients())
+    config = settings(16, accum=2, **layout, **more)
+    return jzero.make_train_step(model, config, mesh=mesh(**layout["mesh"]), optimizer=keep_gradients())
 
 
 @pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[2:4]), ids=str)
@@ -279,8 +238,8 @@ def test_a_count_with_a_gradient(layout, fp16):
     state, metrics = step(state, batch)
 
     def mean(params):
-        total, count = Weighed().loss(jax.tree.map(lambda w: w.astype(jnp.float16) if fp16 else w, params), batch, None)
-        return total / count
+        half = jax.tree.map(lambda w: w.astype(jnp.float16) if fp16 else w, params)
+        return mean_of(Weighed())(half, batch)
 
     loss, plain = jax.jit(jax.value_and_grad(mean))(Weighed().init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-3 if fp16 else 1e-6)
@@ -306,10 +265,7 @@ class Masked(Tokens):
         return jzero.Mean(jnp.sum(x["x"], where=x["mask"]), x["mask"].sum())
 
     def loss(self, params, batch, rng):
-        x = self.prefix(params["ends"], batch, jax.random.fold_in(rng, 99))
-        for i in range(4):
-            x = self.block({"w": params["stack"]["w"][i]}, x, rng)
-        return self.suffix(params["ends"], x, batch, rng)
+        return stacked_loss(self, params, batch, jax.random.fold_in(rng, 99))
 
 
 @pytest.mark.parametrize("layout", keep([LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], [LAYOUTS[3]]), ids=str)

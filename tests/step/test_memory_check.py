@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.steps import mesh
 
 import jzero
 from jzero.config.sizes import ACCUM, MICRO
@@ -31,10 +32,6 @@ DATA = {name: np.ones((2 * ROWS, LENGTH), np.int32) for name in ("inputs", "labe
 BATCH = {name: values[:ROWS] for name, values in DATA.items()}
 
 
-def mesh():
-    return jzero.make_mesh(devices=jax.devices()[:2])
-
-
 def model(**changes):
     return jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=2, **changes), rngs=rngs))
 
@@ -46,18 +43,17 @@ def limit(patch, size):
 
 def peak(config, **changes):
     """XLA's own figure for the plain step."""
-    return peak_of(jzero.make_train_step(model(**changes), config, mesh=mesh()))
+    return peak_of(jzero.make_train_step(model(**changes), config, mesh=mesh(2)))
 
 
 def peak_of(step):
     stats = step.lower(BATCH).compile().memory_analysis()
-    return (
-        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    )
+    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
 
 
 def start(config, changes=(), **data):
-    return jzero.initialize(model=model(**dict(changes)), config=config, mesh=mesh(), **data)[0]
+    return jzero.initialize(model=model(**dict(changes)), config=config, mesh=mesh(2), **data)[0]
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +73,8 @@ def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
     assert found
     changed = CONFIG
     for line in found:
-        changes = json.loads(line)
-        changed = {
-            **CONFIG,
-            **{k: {**CONFIG.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()},
-        }
+        sections = {k: {**CONFIG.get(k, {}), **v} if isinstance(v, dict) else v for k, v in json.loads(line).items()}
+        changed = CONFIG | sections
         assert peak(changed) <= 0.8 * whole
         assert changed["train_batch_size"] == ROWS
     engine = start(changed, training_data=DATA)
@@ -118,9 +111,8 @@ def test_nothing_fits(whole, monkeypatch):
     with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
         engine.train_batch(BATCH)
     assert "the last layer" not in str(caught.value)  # 256 words
-    (stated,) = re.findall(
-        r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\"", str(caught.value), re.MULTILINE
-    )
+    words = r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\""
+    (stated,) = re.findall(words, str(caught.value), re.MULTILINE)
     moments = sum(x.size * 4 for x in jax.tree.leaves(engine.state.params))  # two, divided between two devices
     assert stated == size_text(moments)
 
@@ -141,9 +133,8 @@ def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
     with pytest.raises(OutOfMemoryError) as caught:
         engine.train_batch(BATCH)
     logits = ROWS // 2 * LENGTH * 8192 * 4 / 2**20
-    (stated,) = map(
-        float, re.findall(r"^([\d.]+) MiB of the peak come after the last layer", str(caught.value), re.MULTILINE)
-    )
+    words = r"^([\d.]+) MiB of the peak come after the last layer"
+    (stated,) = map(float, re.findall(words, str(caught.value), re.MULTILINE))
     assert logits <= stated <= 3.1 * logits  # with their gradient and probabilities
     saved = peak(CONFIG, vocab_size=8192) - peak(CONFIG, vocab_size=8192, loss_tiles=8)
     assert stated / 2 < saved / 2**20 < stated
@@ -194,7 +185,7 @@ def unsharded(stage, passed=False):
     """A step whose two replicas are copies; the mesh comes from the program, or from the config."""
     config = CONFIG | {"zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
     own = {"data": 2, "zero": 1}
-    here = jzero.make_mesh(**own, devices=jax.devices()[:2])
+    here = mesh(1, data=2)
     return config, jzero.make_train_step(model(), config if passed else config | {"mesh": own}, mesh=here)
 
 
@@ -212,7 +203,7 @@ def test_more_of_what_is_enough_is_left_out(monkeypatch):
     half, quarter = (dict(zip((MICRO, ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
     full = {"activation_checkpointing.policy": "full"}
     monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: iter([half, quarter, full]))
-    step = jzero.make_train_step(model(), CONFIG, mesh=mesh())
+    step = jzero.make_train_step(model(), CONFIG, mesh=mesh(2))
     assert [near.changes for near in nearest(step, BATCH, 2**40, 2**40)] == [half, full]
 
 

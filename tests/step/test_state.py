@@ -4,14 +4,18 @@ BatchNorm over all replicas is the single device's BatchNorm over the same rows,
 agree to the rounding of float32.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.oracle import plain_loop
 from helpers.plain_flax import Normed
 from helpers.sampling import keep, some
+from helpers.steps import assert_close, mesh, run, settings
 
 import jzero
 from jzero.tree import named
@@ -24,15 +28,7 @@ BATCHES = [
 ]
 
 
-def config(stage=0, **more):
-    return {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": ACCUM,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+config = partial(settings, ROWS, accum=ACCUM, lr=LR)
 
 
 def micro_batches(step, batch):
@@ -115,35 +111,19 @@ def plain_linen(params, step):
     return losses, named({**params, **state}), float(cross_entropy(logits, BATCHES[0]["y"]))
 
 
-def train(step):
-    state = step.init(jax.random.key(0))
-    start, losses = jax.device_get(state.params), []
-    for batch in BATCHES:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, start, losses
+NORMED = [
+    (nnx_model, plain_nnx, 0), (nnx_model, plain_nnx, 3), (linen_model, plain_linen, 0), (linen_model, plain_linen, 3),
+    (pmap_model, plain_linen, 3),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "plain", "stage"),
-    keep(
-        [
-            (nnx_model, plain_nnx, 0),
-            (nnx_model, plain_nnx, 3),
-            (linen_model, plain_linen, 0),
-            (linen_model, plain_linen, 3),
-            (pmap_model, plain_linen, 3),
-        ],
-        [(linen_model, plain_linen, 0)],
-    ),
-)
+@pytest.mark.parametrize(("make", "plain", "stage"), keep(NORMED, NORMED[2:3]))
 def test_batch_norm_trains_as_on_one_device(make, plain, stage):
     step = jzero.make_train_step(make(), config(stage))
-    state, start, losses = train(step)
+    start, losses, state = run(step, BATCHES)
     expected, parameters, evaluation = plain(start, step)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for name, x in named(state.params).items():
-        np.testing.assert_allclose(x, parameters[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert_close(named(state.params), parameters)
     moved = [name for name in step.model.state if not np.allclose(named(start)[name], named(state.params)[name])]
     assert sorted(moved) == sorted(step.model.state)
     assert len(moved) == 2
@@ -186,11 +166,7 @@ def test_batch_norm_built_with_use_running_average_keeps_it_in_training(make):
     """Its statistics, which come with the parameters, are read and stay; scale and bias train. The net is by hand."""
     model, params, parts = make()
     step = jzero.make_train_step(model, config(3))
-    state = step.init(jax.random.key(0), params)
-    start, losses = jax.tree.map(jnp.asarray, jax.device_get(state.params)), []
-    for batch in BATCHES:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    start, losses, state = run(step, BATCHES, params)
 
     def loss(params, batch):
         first, norm, last = parts(params)
@@ -198,16 +174,13 @@ def test_batch_norm_built_with_use_running_average_keeps_it_in_training(make):
         x = (x - STATISTICS["mean"]) / np.sqrt(STATISTICS["var"] + 1e-5) * norm["scale"] + norm["bias"]
         return cross_entropy(jax.nn.relu(x) @ last["kernel"] + last["bias"], batch["y"])
 
-    expected, gradient_of = [], jax.jit(jax.value_and_grad(loss))
-    for batch in BATCHES:
-        value, gradients = gradient_of(start, batch)
-        start = jax.tree.map(lambda p, g: p - LR * g, start, gradients)
-        expected.append(float(value))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    plain = plain_loop(loss, start, BATCHES, optax.sgd(LR))
+    np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
     assert len(model.state) == 2
     for name in model.state:
         np.testing.assert_array_equal(named(state.params)[name], STATISTICS[name.rpartition("/")[2]])
-    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(float(loss(start, BATCHES[0])), rel=1e-5)
+    expected = float(loss(plain.params, BATCHES[0]))
+    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -245,9 +218,6 @@ def test_a_copy_of_batch_norm_is_synchronised():
     kernel = np.asarray(state.params["Dense_0"]["kernel"])
     _, metrics = step(state, BATCHES[0])
     assert float(metrics["loss"]) == pytest.approx((((x - x.mean(0)) @ kernel) ** 2).mean(), rel=1e-5)
-
-
-# ---------------------------------------------------------------- stacks and pipelines
 
 
 class Layer(nnx.Module):
@@ -332,15 +302,13 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "stage", "more"), some(LAYOUTS, LAYOUTS[4:5]))
-def test_a_stack_with_state_trains_as_on_one_device(mesh, stage, more):
-    n = np.prod(list(mesh.values()))
-    mesh = jzero.make_mesh(**{"zero": 1, **mesh}, devices=jax.devices()[:n])
-    step = jzero.make_train_step(jzero.from_flax(Deep), config(stage, **more), mesh=mesh)
-    state, start, losses = train(step)
+@pytest.mark.parametrize(("degrees", "stage", "more"), some(LAYOUTS, LAYOUTS[4:5]))
+def test_a_stack_with_state_trains_as_on_one_device(degrees, stage, more):
+    step = jzero.make_train_step(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(**{"zero": 1, **degrees}))
+    start, losses, state = run(step, BATCHES)
     expected, after = plain_deep(start, step)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for name, x in named({**state.params["ends"], "stack": state.params["stack"]}).items():
-        if name != "calls":
-            np.testing.assert_allclose(x, after[name], rtol=2e-4, atol=2e-6, err_msg=name)
-    assert int(state.params["ends"]["calls"]) == len(BATCHES) * ACCUM
+    found = named({**state.params["ends"], "stack": state.params["stack"]})
+    calls = found.pop("calls")
+    assert_close(found, after, rtol=2e-4, atol=2e-6)
+    assert int(calls) == len(BATCHES) * ACCUM

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.refusals import refuses
 from helpers.sampling import keep
+from helpers.steps import mesh, started
 from test_state import BATCHES, config, cross_entropy
 
 import jzero
-
-
-def mesh(pipe=1, zero=2):
-    return jzero.make_mesh(pipe=pipe, zero=zero, devices=jax.devices()[: pipe * zero])
 
 
 class Flat:
@@ -38,7 +36,7 @@ def test_replicas_agree_on_integers_and_bools(stage):
         return {"n": params["n"] + jnp.bincount(batch["y"], length=4), "seen": params["seen"] | (batch["y"][0] == 1)}
 
     model = Flat({"n": jnp.zeros(4, jnp.int32), "seen": jnp.zeros(4, bool)}, new)
-    step = jzero.make_train_step(model, config(stage), mesh=mesh(1, 4))
+    step = jzero.make_train_step(model, config(stage), mesh=mesh(4))
     state, _ = step(step.init(jax.random.key(0)), BATCHES[0])
     mine = BATCHES[0]["y"][:8]  # of the first of four replicas
     np.testing.assert_array_equal(state.params["n"], np.bincount(mine, minlength=4))
@@ -67,11 +65,9 @@ class Counting(nnx.Module):
 
 
 def test_evaluation_starts_every_micro_batch_with_the_same_state():
-    found = []
-    for pipe in (1, 2):
-        step = jzero.make_train_step(jzero.from_flax(Counting), config(), mesh=mesh(pipe))
-        found.append(float(step.evaluate(step.init(jax.random.key(0)), BATCHES[0])))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    steps = [jzero.make_train_step(jzero.from_flax(Counting), config(), mesh=mesh(2, pipe=pipe)) for pipe in (1, 2)]
+    one, two = (float(step.evaluate(step.init(jax.random.key(0)), BATCHES[0])) for step in steps)
+    assert one == pytest.approx(two, rel=1e-6)
 
 
 def test_bools_of_layers_that_a_stage_switches_to_stay_bools():
@@ -85,7 +81,7 @@ def test_bools_of_layers_that_a_stage_switches_to_stay_bools():
 
     layers = [jzero.LayerSpec(Flagged), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 3)]
     model = jzero.PipelineModule(layers, loss_fn=cross_entropy, example_batch=(BATCHES[0]["x"], BATCHES[0]["y"]))
-    step = jzero.make_train_step(model, config(), mesh=mesh(2))
+    step = jzero.make_train_step(model, config(), mesh=mesh(2, pipe=2))
     state, _ = step(step.init(jax.random.key(0)), (BATCHES[0]["x"], BATCHES[0]["y"]))
     ran = state.params["layers"]["0"]["ran"]
     assert ran.dtype == bool
@@ -109,7 +105,7 @@ def test_a_built_module_trains_though_it_was_evaluated(frozen):
             module.norm.eval()
         return cross_entropy(module(batch["x"]), batch["y"])
 
-    step = jzero.make_train_step(jzero.from_flax(built, loss), config(), mesh=mesh())
+    step = jzero.make_train_step(jzero.from_flax(built, loss), config(), mesh=mesh(2))
     state, _ = step(step.init(jax.random.key(0)), BATCHES[0])
     assert (not np.any(state.params["norm"]["mean"])) is frozen
 
@@ -126,7 +122,7 @@ def test_a_stack_beside_a_module_named_ends():
         def suffix(self, x, batch):
             return x.mean()
 
-    step = jzero.make_train_step(jzero.from_flax(Ends), config(), mesh=mesh())
+    step = jzero.make_train_step(jzero.from_flax(Ends), config(), mesh=mesh(2))
     step(step.init(jax.random.key(0)), BATCHES[0])
 
 
@@ -143,22 +139,19 @@ N = {"n": jnp.zeros(())}
     ],
 )
 def test_state_that_is_refused(model, message):
-    step = jzero.make_train_step(model, config(), mesh=mesh())
-    with pytest.raises(jzero.ConfigError, match=message):
-        step(step.init(jax.random.key(0)), BATCHES[0])
+    step = jzero.make_train_step(model, config(), mesh=mesh(2))
+    refuses(lambda: step(step.init(jax.random.key(0)), BATCHES[0]), message)
 
 
-def test_frozen_parameters_that_match_state_alone():
+class Named(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(6, axis_name="batch", rngs=rngs)
+
+
+def test_state_that_is_refused_at_once():
     model = Flat(N, lambda p, b: {"n": p["n"] + 1})
     with pytest.raises(jzero.ConfigError, match=r"frozen_parameters: \['\^n'\] match no parameter"):
-        jzero.make_train_step(model, config(frozen_parameters=["^n"]), mesh=mesh())
-
-
-def test_an_axis_name_of_ones_own_is_refused():
-    class Named(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = nnx.BatchNorm(6, axis_name="batch", rngs=rngs)
-
+        jzero.make_train_step(model, config(frozen_parameters=["^n"]), mesh=mesh(2))
     with pytest.raises(jzero.ConfigError, match=r"norm has axis_name = 'batch': leave it out"):
         jzero.from_flax(Named, lambda m, b: m.norm(b["x"]).mean())
 
@@ -170,8 +163,7 @@ def test_a_mask_is_refused_while_linens_batch_norm_is_synchronised():
 
     for sync in (True, False):
         model = jzero.from_flax(linen.BatchNorm(), loss, example_batch=BATCHES[0], sync_batch_norm=sync)
-        step = jzero.make_train_step(model, config(), mesh=mesh())
-        state = step.init(jax.random.key(0))
+        step, state = started(model, config(), mesh=mesh(2))
         if sync:
             with pytest.raises(jzero.ConfigError, match="BatchNorm with a mask cannot be synchronised"):
                 step(state, BATCHES[0])
@@ -193,7 +185,7 @@ def test_a_mask_is_refused_while_nnx_batch_norm_is_synchronised(kind):
 
     def make(sync, n=4):
         model = jzero.from_flax(lambda rngs: kind(6, rngs=rngs), loss, sync_batch_norm=sync)
-        return jzero.make_train_step(model, config(), mesh=jzero.make_mesh(devices=jax.devices()[:n]))
+        return jzero.make_train_step(model, config(), mesh=mesh(n))
 
     with pytest.raises(jzero.ConfigError, match=r"BatchNorm with a mask cannot be synchronised.*sync_batch_norm=False"):
         make(True).lower(BATCHES[0])

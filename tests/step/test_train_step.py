@@ -28,6 +28,7 @@ from helpers.reference import (
 )
 from helpers.refusals import compilations
 from helpers.sampling import keep
+from helpers.steps import started
 
 import jzero
 from jzero.model import stack_loss
@@ -118,8 +119,7 @@ def test_sum_is_mean_times_replicas(stage):
 @pytest.mark.parametrize("stage", keep(range(4), [2]))
 def test_the_state_is_born_sharded_and_donated(stage):
     layout = Layout(stage, 8, 1)
-    step = jzero.make_train_step(model("untied"), layout.config(), mesh=layout.mesh)
-    state = step.init(jax.random.key(0))
+    step, state = started(model("untied"), layout.config(), mesh=layout.mesh)
     assert_bitwise(state, new_state("untied", "fp32"))
     mu, nu = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
     for x in jax.tree.leaves((state.params, mu, nu)):
@@ -156,9 +156,6 @@ def test_bf16_masters_train():
     assert not np.array_equal(state.params["ends"]["head"], jnp.bfloat16(initial("decoder")["ends"]["head"]))
 
 
-# ------------------------------------------------------------------------------------------- randomness
-
-
 class Draws:
     """Row i of a batch has the loss w[i] * u with u drawn from the key: the gradient tells every draw."""
 
@@ -188,8 +185,7 @@ class StackedDraws:
     def draw(self, rng):
         return 1.0 if rng is None else jax.random.uniform(rng)
 
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,7 @@ class Net:
     def suffix(self, ends, x, batch, rng):
         return ((x @ ends["out"] * ends["scale"]) ** 2).mean()
 
-    def loss(self, params, batch, rng):
-        return stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
 
 class One:

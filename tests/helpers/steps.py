@@ -1,0 +1,48 @@
+"""A config of plain SGD, meshes of the first devices, runs of a few steps, and how they compare with plain JAX."""
+
+import math
+
+import jax
+import numpy as np
+
+import jzero
+from jzero.tree import named
+
+
+def settings(rows, stage=0, accum=1, lr=0.1, **more):
+    """A config of SGD on so many rows (None: what `more` says) that clips nothing and partitions every parameter."""
+    return {
+        "train_batch_size": rows,
+        "gradient_accumulation_steps": accum,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def mesh(zero=4, **degrees):
+    degrees = {"zero": zero, **degrees}
+    return jzero.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+
+
+def started(model, config, mesh=None):
+    """Make a train step; return it with its first state."""
+    step = jzero.make_train_step(model, config, mesh=mesh)
+    return step, step.init(jax.random.key(0))
+
+
+def run(step, batches, params=None, extras=None):
+    """Train from these parameters, or from the step's own; return (those at the start, losses, state)."""
+    state, losses = step.init(jax.random.key(0), params), []
+    start = jax.device_get(state.params)
+    for i, batch in enumerate(batches):
+        state, metrics = step(state, batch, *(() if extras is None else (extras[i],)))
+        losses.append(float(metrics["loss"]))
+    return start, losses, state
+
+
+def assert_close(params, expected, rtol=1e-4, atol=1e-6):
+    """Compare parameters leaf by leaf with those of plain JAX."""
+    for name, x in named(jax.device_get(params)).items():
+        np.testing.assert_allclose(x, named(expected)[name], rtol=rtol, atol=atol, err_msg=name)
