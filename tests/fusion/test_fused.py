@@ -282,7 +282,7 @@ def gradients_of(f, x, g):
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", keep(ACTIVATIONS, ["in float32", "all others"]))
 def test_every_elementwise_operation_compiles_for_a_gpu(name):
     """Forward and backward: two kernels, and no other pass over an array as wide as the hidden layer."""
     activation, wide = ACTIVATIONS[name], jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
