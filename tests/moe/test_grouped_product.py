@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
-from helpers.sampling import keep
+from helpers.sampling import keep, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -34,6 +34,10 @@ SHAPES = [
 ]
 # The same for the kernels: tiles of 128 rows, several in a group, partly filled, of dimensions that fill no tile.
 TILED = [(304, 128, 320, [130, 0, 101]), (64, 64, 128, [64]), (704, 192, 256, [0, 3, 330, 367, 0])]
+
+
+def with_dtypes(shapes):
+    return [(*shape, dtype) for shape in shapes for dtype in (jnp.float32, jnp.bfloat16)]
 
 
 def operands(rows, d, f, sizes, dtype=jnp.float32):
@@ -66,8 +70,10 @@ def bound(dtype):
     return 2**-8 if dtype == jnp.bfloat16 else 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("rows", "d", "f", "sizes"), SHAPES)
+@pytest.mark.parametrize(
+    ("rows", "d", "f", "sizes", "dtype"),
+    sample(with_dtypes(SHAPES), lambda case: (str(case[:4]), case[4]), strength=1),
+)
 def test_product_and_gradients(rows, d, f, sizes, dtype):
     x, w, sizes, dy = operands(rows, d, f, sizes, dtype)
     y, pullback = jax.vjp(lambda x, w: grouped_dot(x, w, sizes), x, w)
@@ -185,8 +191,12 @@ def test_hopper_kernels(rows, d, f, sizes):
         assert difference(found, wanted) < bound(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("rows", "d", "f", "sizes"), [(301, 72, 200, [130, 0, 101]), *TILED[1:]])
+@pytest.mark.parametrize(
+    ("rows", "d", "f", "sizes", "dtype"),
+    sample(
+        with_dtypes([(301, 72, 200, [130, 0, 101]), *TILED[1:]]), lambda case: (str(case[:4]), case[4]), strength=1
+    ),
+)
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     values = operands(rows, d, f, sizes, dtype)

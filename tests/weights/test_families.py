@@ -171,7 +171,7 @@ def two_steps(parts=1, **axes):
     return losses, np.array(biases)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", keep([1, 2], [2]))
 def test_a_bias_that_moves(parts):
     """By the tokens that transformers' routers send to each expert, once a micro-batch."""
     made, counts = torch_model("deepseek_v3"), {}
@@ -195,8 +195,7 @@ SPREAD = [{"expert": 2}, {"tensor": 2}, {"pipe": 2}]
 @pytest.mark.parametrize("axes", keep(SPREAD, SPREAD[:1]), ids=str)
 def test_a_bias_that_moves_on_every_layout(axes):
     """Compare losses and biases of two steps; the second step uses the bias that the first one moved."""
-    parts = 2 if "pipe" in axes else 1
-    (found, bias), (losses, expected) = two_steps(parts, **axes), two_steps(parts)
+    (found, bias), (losses, expected) = two_steps(2, **axes), two_steps(2)
     assert (bias[0] != bias[1]).any()
     np.testing.assert_allclose(found, losses, rtol=2e-6)
     np.testing.assert_array_equal(bias, expected)
