@@ -193,9 +193,7 @@ def test_hopper_kernels(rows, d, f, sizes):
 
 @pytest.mark.parametrize(
     ("rows", "d", "f", "sizes", "dtype"),
-    sample(
-        with_dtypes([(301, 72, 200, [130, 0, 101]), *TILED[1:]]), lambda case: (str(case[:4]), case[4]), strength=1
-    ),
+    sample(with_dtypes([(301, 72, 200, [130, 0, 101]), *TILED[1:]]), lambda case: (str(case[:4]), case[4]), strength=1),
 )
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
