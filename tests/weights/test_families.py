@@ -50,10 +50,12 @@ DEFAULT = [
     "llama4",
 ]
 CELLS = [(name, check) for name in CASES for check in checks_of(name)]
-# Each family's logits and gradients; the files of an export are compared bit for bit below, so that what transformers
-# makes of them is shown once; documents in rows by each kind of mask: learned positions, windows, sinks, chunks.
+# Each family's loss and gradients, which follow from the logits of labelled tokens; the files of an export are compared
+# bit for bit below, so that what transformers makes of them is shown once; documents in rows by each kind of mask:
+# learned positions, windows, sinks, chunks.
 DEFAULT_CELLS = [
-    *product(DEFAULT, ["logits", "gradients"]),
+    *product(DEFAULT, ["gradients"]),
+    ("bert", "logits"),
     ("gpt_oss", "export"),
     *product(["gpt2", "gemma3", "gpt_oss", "llama4"], ["packed"]),
 ]
