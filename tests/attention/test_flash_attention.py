@@ -7,6 +7,7 @@ their place.
 import dataclasses
 import importlib.util
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -34,6 +35,7 @@ needs_flash = pytest.mark.skipif(
 B, S, H, K, C = 2, 6, 4, 2, 8
 
 
+@partial(jax.jit, static_argnames="scale")
 def attention(q, k, v, scale):
     """Compute causal attention [B, S, H, C] and the logarithms of its sums of exponentials [B, H, S]."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))

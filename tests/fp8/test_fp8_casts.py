@@ -1,12 +1,14 @@
 """The casts to fp8: the kernel in Pallas' interpreter beside NumPy and ml_dtypes."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.sampling import sample
 from jax.experimental import pallas as pl
 
 from jzero.kernels.fp8 import matmul
@@ -33,12 +35,14 @@ def by_numpy(f, parts):
     return [a] if f is identity else [a * rest[1], rest[0] + rest[1]]
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize(("f", "parts"), [(identity, (1,)), (swiglu, (2,)), (both, (2, 1))])
-@pytest.mark.parametrize("kernel", [True, False])
-def test_a_cast_its_transpose_and_its_largest_element(kernel, f, parts, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "f", "dtype"),
+    sample(product([True, False], [identity, swiglu, both], [E4M3, E5M2])),
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_cast_its_transpose_and_its_largest_element(kernel, f, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
-    rng = np.random.default_rng(0)
+    rng, parts = np.random.default_rng(0), {identity: (1,), swiglu: (2,), both: (2, 1)}[f]
     xs = [jnp.asarray(rng.normal(size=(64, p, 256)), jnp.bfloat16) for p in parts]
     xs[0] = xs[0].at[33, 0, 200].set(300.0)  # out of e4m3's range at this scale
     ours, most = TYPES[dtype]

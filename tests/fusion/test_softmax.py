@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import keep
 from jax.experimental import pallas as pl
 
 import jzero
@@ -136,7 +137,7 @@ def test_what_the_kernel_does_not_take():
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("V", [1000, 5008, 8192])
+@pytest.mark.parametrize("V", keep([1000, 5008, 8192], [5008]))
 def test_a_loss_on_a_gpu_is_two_kernels(V):
     """And nothing else reads or writes an array as wide as the logits, but the products."""
     whole = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices("h100", 1)), jax.P())

@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -26,7 +27,9 @@ import jzero
 NAMES = ("functions-zero3", "normed-fp16", "llama-fp8-delayed", "functions-ema", "functions-muon")
 
 
+@cache
 def engine(name: str):
+    """Make the engine of a row; the tests of what it reads and of what it writes share it."""
     config = {**rows.setting(name)["config"], "steps_per_print": 1000}
     return jzero.initialize(**{**rows.setting(name), "config": config}, rng=jax.random.key(0))[0]
 

@@ -11,9 +11,10 @@ from golden import rows, snapshots
 
 VERSION = ".".join(jax.__version__.split(".")[:2])
 FILE = "programs.json"
+# CI compares all rows with the newer version of JAX, and these with both.
 DEFAULT = [
-    "functions-zero1", "mlp-zero2", "nnx-zero3", "linen-zero0", "normed-zero2", "mixture-zero3", "layers-pipe2",
-    "functions-zero_bubble-zero3", "llama-tensor2-zero3", "llama-fp8-delayed", "llama-zeropp", "llama-offload-both",
+    "nnx-zero3", "normed-zero2", "mixture-zero3", "functions-zero_bubble-zero3", "llama-tensor2-zero3",
+    "llama-fp8-delayed",
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.sampling import keep, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -33,6 +34,10 @@ SHAPES = [
 ]
 # The same for the kernels: tiles of 128 rows, several in a group, partly filled, of dimensions that fill no tile.
 TILED = [(304, 128, 320, [130, 0, 101]), (64, 64, 128, [64]), (704, 192, 256, [0, 3, 330, 367, 0])]
+
+
+def with_dtypes(shapes):
+    return [(*shape, dtype) for shape in shapes for dtype in (jnp.float32, jnp.bfloat16)]
 
 
 def operands(rows, d, f, sizes, dtype=jnp.float32):
@@ -65,8 +70,10 @@ def bound(dtype):
     return 2**-8 if dtype == jnp.bfloat16 else 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("rows", "d", "f", "sizes"), SHAPES)
+@pytest.mark.parametrize(
+    ("rows", "d", "f", "sizes", "dtype"),
+    sample(with_dtypes(SHAPES), lambda case: (str(case[:4]), case[4]), strength=1),
+)
 def test_product_and_gradients(rows, d, f, sizes, dtype):
     x, w, sizes, dy = operands(rows, d, f, sizes, dtype)
     y, pullback = jax.vjp(lambda x, w: grouped_dot(x, w, sizes), x, w)
@@ -122,11 +129,17 @@ def test_checkpoints_keep_it_as_a_product_with_weights(policy, products):
 # ------------------------------------------------------------------------------------------------- kernels
 
 
-@settings(max_examples=15, deadline=None)  # each compiles
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(0, 40), st.sampled_from([1, 8]))
-def test_tiles_hold_every_row_once(sizes, padding, align):
-    rows = sum(sizes) + padding
-    info, used = jax.jit(tile_map, static_argnums=(1, 2, 3))(jnp.asarray(sizes, jnp.int32), rows, 128, align)
+tiles_of = jax.jit(tile_map, static_argnums=(1, 2, 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 6]).flatmap(lambda n: st.lists(st.integers(0, 1000), min_size=n, max_size=n)), st.booleans())
+def test_tiles_hold_every_row_once(ends, aligned):
+    """Of 1,000 rows those beyond the last group are padding; one number of rows, so that little is compiled."""
+    rows, align = 1000, 8 if aligned else 1
+    sizes = np.diff(sorted(ends), prepend=0).tolist()
+    padding = rows - sum(sizes)
+    info, used = tiles_of(jnp.asarray(sizes, jnp.int32), rows, 128, align)
     group, start, begin, end = (row[: int(used[0])] for row in np.asarray(info))
     assert int(used[0]) <= max_tiles(rows, len(sizes), 128, align) == info.shape[1]
     assert not (start % align).any()
@@ -178,8 +191,10 @@ def test_hopper_kernels(rows, d, f, sizes):
         assert difference(found, wanted) < bound(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("rows", "d", "f", "sizes"), [(301, 72, 200, [130, 0, 101]), *TILED[1:]])
+@pytest.mark.parametrize(
+    ("rows", "d", "f", "sizes", "dtype"),
+    sample(with_dtypes([(301, 72, 200, [130, 0, 101]), *TILED[1:]]), lambda case: (str(case[:4]), case[4]), strength=1),
+)
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     values = operands(rows, d, f, sizes, dtype)
@@ -235,7 +250,7 @@ def test_programs_have_no_dense_product(gpu, rows, d, f, dtype, found):
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("gpu", ["h100", "a100"])
+@pytest.mark.parametrize("gpu", keep(["h100", "a100"], ["h100"]))
 def test_planned_flops(gpu):
     planned = step_time(gpu_program(gpu, 1024, 256, 512, jnp.bfloat16), Rates.of(gpu))
     assert planned.flops == 2 * 4 * (2 * 1024 * 256 * 512)  # layers, products

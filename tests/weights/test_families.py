@@ -50,11 +50,18 @@ DEFAULT = [
     "llama4",
 ]
 CELLS = [(name, check) for name in CASES for check in checks_of(name)]
+# Each family's loss and gradients, which follow from the logits of labelled tokens; the files of an export are compared
+# bit for bit below, so that what transformers makes of them is shown once; documents in rows by each kind of mask:
+# learned positions, windows, sinks, chunks.
+DEFAULT_CELLS = [
+    *product(DEFAULT, ["gradients"]),
+    ("bert", "logits"),
+    ("gpt_oss", "export"),
+    *product(["gpt2", "gemma3", "gpt_oss", "llama4"], ["packed"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), keep(CELLS, [cell for cell in CELLS if cell[0] in DEFAULT and cell[1] != "generate"])
-)
+@pytest.mark.parametrize(("name", "check"), keep(CELLS, DEFAULT_CELLS))
 def test_family(name, check):
     assert getattr(pair(name), check)() < 5e-6
 
@@ -135,11 +142,9 @@ LAYOUTS = {
 
 SHOWN = [
     ("gpt2", "zero3"),
-    ("cohere2", "tensor"),
-    ("gpt_oss", "tensor"),
+    ("gpt_oss", "tensor"),  # experts, biases and sinks of the heads
+    ("olmo2", "tensor"),  # a norm over all heads
     ("llama4", "pipe"),
-    ("gpt_neox", "pipe"),
-    ("olmo2", "tensor"),
 ]
 
 
@@ -168,7 +173,7 @@ def two_steps(parts=1, **axes):
     return losses, np.array(biases)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", keep([1, 2], [2]))
 def test_a_bias_that_moves(parts):
     """By the tokens that transformers' routers send to each expert, once a micro-batch."""
     made, counts = torch_model("deepseek_v3"), {}
@@ -192,8 +197,7 @@ SPREAD = [{"expert": 2}, {"tensor": 2}, {"pipe": 2}]
 @pytest.mark.parametrize("axes", keep(SPREAD, SPREAD[:1]), ids=str)
 def test_a_bias_that_moves_on_every_layout(axes):
     """Compare losses and biases of two steps; the second step uses the bias that the first one moved."""
-    parts = 2 if "pipe" in axes else 1
-    (found, bias), (losses, expected) = two_steps(parts, **axes), two_steps(parts)
+    (found, bias), (losses, expected) = two_steps(2, **axes), two_steps(2)
     assert (bias[0] != bias[1]).any()
     np.testing.assert_allclose(found, losses, rtol=2e-6)
     np.testing.assert_array_equal(bias, expected)
