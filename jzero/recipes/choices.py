@@ -40,6 +40,7 @@ ROWS, MICRO_ON_CPU = 16, 4
 FEW = 64  # rows of text, below which shorter ones are made
 PREFERENCES = "preferences"
 RATE = "optimizer.params.lr"
+HALF = ("bf16", "fp16")  # the device decides: a T4 or V100 is fast in fp16 alone
 DECIDED = {  # keys that options decide, since the choices count with them
     TRAIN: "--batch",
     MICRO: "--micro_batch",
@@ -206,7 +207,7 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": warmup_cosine(rate, 2),
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": "auto"},
+        **{half: {"enabled": "auto"} for half in HALF},
         "zero_optimization": {"stage": 3 if devices > 1 else 0},
         "jsonl_monitor": {"enabled": True, "output_path": str(o.out), "job_name": "curves"},
         "seed": o.seed,
@@ -234,6 +235,8 @@ def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:
     if decided := [key for key in DECIDED if value_at(there, key) is not None]:
         raise ConfigError(*(f"--config has {key}: give it as {DECIDED[key]}" for key in decided))
     made = {**config, **there}
+    if any(half in there for half in HALF):  # bf16 turned off is fp32, not the other half
+        made = {key: value for key, value in made.items() if key in there or key not in HALF}
     return merged(made, {RATE: config["optimizer"]["params"]["lr"]}) if "optimizer" in there else made
 
 
