@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49832,
+    "lines": 49857,
     "files": 271,
-    "statements": 29264,
+    "statements": 29281,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

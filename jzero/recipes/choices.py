@@ -130,6 +130,11 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
         )
     data, why_length = encode_rows(start, examples, o)
     batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
+    if o.batch is None and len(data) < batch + (o.held_out > 0):
+        raise ConfigError(
+            f"{examples.name}: {len(data)} rows of {data.length} tokens are too few for a step on {devices} devices"
+            f"{' and a row held out' if o.held_out else ''}: give more samples, shorter rows (--length) or --held_out 0"
+        )
     if batch % devices or len(data) < batch + (o.held_out > 0):
         raise ConfigError(
             f"--batch {batch}: must be a multiple of the {devices} devices, and smaller than the {len(data)} rows of "
@@ -184,7 +189,8 @@ def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[R
 
     data = rows(length)
     if o.length:
-        return data, "as asked"
+        beyond = f", beyond the model's max_position_embeddings {limit:,}" if there and o.length > limit else ""
+        return data, f"as asked{beyond}"
     longest = data.limit.longest
     why, shorter = f"the longest sample has {longest:,} tokens", max(SHORTEST, 1 << (longest - 1).bit_length())
     if shorter < length:
@@ -282,7 +288,7 @@ def fitting(
         few = max(n for n in range(1, min(rows, MICRO_ON_CPU) + 1) if rows % n == 0)
         fit = Fit(o.micro_batch or few, o.recompute or policies(method)[0], None)
         return fit, "CPU devices have no limit of their own (--memory)"
-    most = parse_size(o.memory) if o.memory else there.most if there else 0
+    most = parse_size(o.memory, "--memory") if o.memory else there.most if there else 0
 
     def needs(method: Method, given: Raw) -> Fit | int:
         model = model_of(start, examples, method, o)[1]

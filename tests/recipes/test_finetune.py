@@ -164,6 +164,8 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"config": {"mesh": {"tensor": 2}}, "method": "qlora"}, "quantised matrices are not divided"),
         ({"lr": 0.0}, "--lr 0.0: must be positive"),
         ({"beta": float("nan")}, "--beta nan: must be positive"),
+        ({"memory": "lots"}, "--memory = 'lots': must be a size such as 5GB"),
+        ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
         ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"lenght": 3}, "lenght: not an option; did you mean 'length'?"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
@@ -174,6 +176,13 @@ def test_options_that_cannot_be(options, words, directory, data, tmp_path):
         finetune(str(directory), data("chat"), out=tmp_path / "out", **options)
     assert words in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_length_beyond_the_models_positions_is_said(directory, data, tmp_path):
+    start = starting_point(str(directory), None)
+    samples = Examples("text", [{"text": "hello, world. " * 100}] * 40, "x")
+    for length, words in ((1024, "as asked, beyond the model's max_position_embeddings 512"), (512, "as asked")):
+        assert choices.encode_rows(start, samples, Options(out=tmp_path, length=length))[1] == words
 
 
 def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys):
