@@ -57,7 +57,7 @@ class CheckpointedRun(DeepSpeedApi):
 
     def save_checkpoint(
         self, save_dir: str | os.PathLike | None = None, tag: str | float | None = None,
-        client_state: Mapping | None = None, save_latest: bool = True, exclude_frozen_parameters: bool = False,
+        client_state: Mapping[str, object] | None = None, save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> checkpoint.Save:  # fmt: skip
         """Save the whole state as save_dir/tag while training goes on; all processes call it.
 
