@@ -113,6 +113,10 @@ def plan(args: Namespace) -> int:
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
+        if args.config is None:
+            from jzero.recipes.recipe_table import first_plan
+
+            raise ConfigError(f"CONFIG is missing; these commands plan one: {first_plan(args.model, args.gpu)}")
         from jzero.planner import plan_command
 
         plan_command.start_jax(args)

@@ -277,6 +277,11 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
         del there["quantization_config"]  # `load_weights` reads it
     keys: Keys = {**KEYS, **family.keys}
     problems = [f"config.json has no {keys[field]}" for field in SIZES if keys[field] not in there]
+    sizes = {key: there[key] for field in SIZES if (key := keys[field]) in there}
+    problems += [
+        f"config.json has {key} = {value!r}: must be a positive integer"
+        for key, value in sizes.items() if not isinstance(value, int) or value < 1
+    ]  # fmt: skip
     lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
     problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
     if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:

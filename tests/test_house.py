@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49812,
+    "lines": 49862,
     "files": 271,
-    "statements": 29247,
+    "statements": 29283,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

@@ -124,7 +124,16 @@ class Template:
             raise ConfigError(f"the chat template refuses the messages: {reason}") from error
 
     def _encode(self, text: str, spans: list[tuple[int, int]], add_special_tokens: bool = False) -> Encoded:
-        """Tokenize a text; tokens that overlap a span of characters are trained."""
+        """Tokenize a text; tokens that overlap a span of characters are trained.
+
+        Raises:
+          ConfigError: the text has no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a tokenizer's own error does not name it
+            half = f"{text[error.start]!a} at character {error.start}"
+            raise ConfigError(f"the text has {half}, half of a UTF-16 pair: remove it") from None
         found = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         offsets = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
         trained = np.zeros(len(offsets), bool)

@@ -176,7 +176,7 @@ OTHERS = {
     "plan": Command(
         "Compile the train step of a config for GPUs that need not be there; print its memory, collectives and time.",
         [
-            option("config CONFIG", "a config file"),
+            option("config CONFIG", "a config file", nargs="?"),
             option(
                 "--model NAME",
                 f"{MODEL}; package.module:function, which returns a model, alone or with a function from the global "

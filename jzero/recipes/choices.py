@@ -40,6 +40,7 @@ ROWS, MICRO_ON_CPU = 16, 4
 FEW = 64  # rows of text, below which shorter ones are made
 PREFERENCES = "preferences"
 RATE = "optimizer.params.lr"
+HALF = ("bf16", "fp16")  # the device decides: a T4 or V100 is fast in fp16 alone
 DECIDED = {  # keys that options decide, since the choices count with them
     TRAIN: "--batch",
     MICRO: "--micro_batch",
@@ -129,6 +130,11 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
         )
     data, why_length = encode_rows(start, examples, o)
     batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
+    if o.batch is None and len(data) < batch + (o.held_out > 0):
+        raise ConfigError(
+            f"{examples.name}: {len(data)} rows of {data.length} tokens are too few for a step on {devices} devices"
+            f"{' and a row held out' if o.held_out else ''}: give more samples, shorter rows (--length) or --held_out 0"
+        )
     if batch % devices or len(data) < batch + (o.held_out > 0):
         raise ConfigError(
             f"--batch {batch}: must be a multiple of the {devices} devices, and smaller than the {len(data)} rows of "
@@ -183,7 +189,8 @@ def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[R
 
     data = rows(length)
     if o.length:
-        return data, "as asked"
+        beyond = f", beyond the model's max_position_embeddings {limit:,}" if there and o.length > limit else ""
+        return data, f"as asked{beyond}"
     longest = data.limit.longest
     why, shorter = f"the longest sample has {longest:,} tokens", max(SHORTEST, 1 << (longest - 1).bit_length())
     if shorter < length:
@@ -206,7 +213,7 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": warmup_cosine(rate, 2),
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": "auto"},
+        **{half: {"enabled": "auto"} for half in HALF},
         "zero_optimization": {"stage": 3 if devices > 1 else 0},
         "jsonl_monitor": {"enabled": True, "output_path": str(o.out), "job_name": "curves"},
         "seed": o.seed,
@@ -234,6 +241,8 @@ def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:
     if decided := [key for key in DECIDED if value_at(there, key) is not None]:
         raise ConfigError(*(f"--config has {key}: give it as {DECIDED[key]}" for key in decided))
     made = {**config, **there}
+    if any(half in there for half in HALF):  # bf16 turned off is fp32, not the other half
+        made = {key: value for key, value in made.items() if key in there or key not in HALF}
     return merged(made, {RATE: config["optimizer"]["params"]["lr"]}) if "optimizer" in there else made
 
 
@@ -279,7 +288,7 @@ def fitting(
         few = max(n for n in range(1, min(rows, MICRO_ON_CPU) + 1) if rows % n == 0)
         fit = Fit(o.micro_batch or few, o.recompute or policies(method)[0], None)
         return fit, "CPU devices have no limit of their own (--memory)"
-    most = parse_size(o.memory) if o.memory else there.most if there else 0
+    most = parse_size(o.memory, "--memory") if o.memory else there.most if there else 0
 
     def needs(method: Method, given: Raw) -> Fit | int:
         model = model_of(start, examples, method, o)[1]

@@ -13,7 +13,7 @@ from jzero.data.chat import Chat, Pairs
 from jzero.data.conversations import LengthLimit
 from jzero.data.packing import PackedRows, pieces_of
 from jzero.data.template import Encoded, Template, how_to_read, read_messages
-from jzero.errors import ConfigError, install_command, some_of
+from jzero.errors import ConfigError, install_command, shorten, some_of
 from jzero.tree import PyTree
 
 KINDS = {  # kind -> its fields; the first that fits
@@ -115,19 +115,24 @@ def kind_of_sample(sample: object, where: str) -> str:
         raise ConfigError(f"{where} is {type(sample).__name__}: must be an object with the fields {FORMS}")
     for kind, fields in KINDS.items():
         if all(sample.get(field) is not None for field in fields):
+            kinds, words = (str, "a string") if kind == "text" else (Sequence, "a string or a list of messages")
+            for field in fields:
+                if not isinstance(sample[field], kinds):
+                    raise ConfigError(f"{where}: {field} is {shorten(repr(sample[field]), 80)}: must be {words}")
             return kind
     fix = how_to_read(sample, "messages")
     how = f"; `datasets` makes them: {fix}" if fix else ""
-    raise ConfigError(f"{where} has the fields {some_of(sample)}: must be {FORMS}{how}")
+    there = some_of(f"{name} (null)" if value is None else name for name, value in sample.items())
+    raise ConfigError(f"{where} has the fields {there}: must be {FORMS}{how}")
 
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (where a sample is, the sample)."""
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or directory")
     if path.is_dir() or path.suffix == ".parquet":
         yield from ((f"{path} row {number}", row) for number, row in enumerate(_table(path), 1))
         return
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or directory")
     if path.suffix not in (".json", ".jsonl"):
         try:
             text = path.read_text(encoding="utf-8")
@@ -137,6 +142,9 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
         return
     with path.open("rb") as file:  # lines end with \n alone, and json decodes them
         for number, line in enumerate(file, 1):
+            if number == 1 and line.lstrip().startswith(b"["):
+                fix = f"`jq -c '.[]' {path.name}` writes these lines"
+                raise ConfigError(f"{path} is one JSON array: expected a sample in each line; {fix}")
             try:
                 if line.strip():
                     yield f"{path} line {number}", json.loads(line)
@@ -152,6 +160,8 @@ def _table(path: Path) -> Iterator[Any]:
             import datasets
 
             found = datasets.load_from_disk(str(path))
+            if isinstance(found, Mapping) and "train" not in found:
+                raise ConfigError(f"{path} has the splits {some_of(found)}: must have train, or be one split alone")
             found = found["train"] if isinstance(found, Mapping) else found
             return iter(found.with_format(None))
         from pyarrow import parquet
@@ -159,7 +169,7 @@ def _table(path: Path) -> Iterator[Any]:
         return iter(parquet.read_table(path).to_pylist())
     except ImportError:
         raise ConfigError(f"{path}: data sets and Parquet need more packages: {install_command('chat')}") from None
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from importlib.resources import files
 from math import inf
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ FILE = "recipes.json"
 PER_PARAMETER, TUNING = 20, 1e8  # tokens of a pretraining for each parameter (arXiv:2203.15556), and of a tuning
 PRICE = 2.5  # dollars for a GPU for an hour, unless given
 COLUMNS = ("recipe", "tokens/s per GPU", "peak, GiB", "tokens", "days", "cost")
+OPEN = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}
 
 
 class Recipe(NamedTuple):
@@ -97,3 +99,14 @@ def recipes_text(name: str | None, price: float | None) -> str:
         if recipe.name == name:
             return json.dumps(recipe.config, indent=2)
     raise ConfigError(f"{name}: no such recipe{did_you_mean(name, [recipe.name for recipe in recipes])}")
+
+
+def first_plan(model: str, gpu: str) -> str:
+    """Return the commands that plan a model without a config at hand: a recipe's, or one that a search completes."""
+    plan = f"jzero plan config.json --model {shlex.quote(model)}"
+    known = [recipe for recipe in load_recipes() if recipe.model == model]
+    if not known:
+        return f"echo {shlex.quote(json.dumps(OPEN))} > config.json; {plan} --gpu {shlex.quote(gpu)} --search"
+    best = min(known, key=lambda recipe: (recipe.gpu != gpu, abs(recipe.gpus - 8)))  # a host has 8
+    where = f"--gpu {best.gpu} --nodes {best.nodes} --gpus_per_node {best.gpus_per_node}"
+    return f"jzero recipes {best.name} > config.json; {plan} {where}"

@@ -7,15 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from jzero import checkpoint, deepspeed, weights
+from jzero import checkpoint, weights
 from jzero.checkpoint.directory import DEFAULT_TAG
 from jzero.checkpoint.restoring import Selection
 from jzero.data import DataLoader
-from jzero.deepspeed import Rename
 from jzero.distributed.host_collectives import run_on_all
 from jzero.distributed.last_words import SAVED
 from jzero.distributed.place import log_dist
@@ -28,6 +27,9 @@ from jzero.run.diagnosis.step_checks import Checks
 from jzero.run.diagnosis.watch import Mark, Taken
 from jzero.run.find_checkpoint import print_warning, resume_from
 from jzero.run.micro_batches import position
+
+if TYPE_CHECKING:
+    from jzero.deepspeed import Rename
 
 
 def save_and_exit(save: Callable[[], checkpoint.Save]) -> NoReturn:
@@ -57,7 +59,8 @@ class CheckpointedRun(DeepSpeedApi):
 
     def save_checkpoint(
         self, save_dir: str | os.PathLike | None = None, tag: str | float | None = None,
-        client_state: Mapping | None = None, save_latest: bool = True, exclude_frozen_parameters: bool = False,
+        client_state: Mapping[str, object] | None = None, save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> checkpoint.Save:  # fmt: skip
         """Save the whole state as save_dir/tag while training goes on; all processes call it.
 
@@ -129,6 +132,8 @@ class CheckpointedRun(DeepSpeedApi):
         self._accumulation.check_empty("load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: read with jzero.checkpoint.restore and set engine.state instead")
+        from jzero import deepspeed  # here, since most runs never load such a checkpoint
+
         directory = load_dir or self._home or self.config.checkpoint.dir
         path = run_on_all("reading a checkpoint", lambda: deepspeed.find_deepspeed(directory, tag))
         if rename is not None and path is None:

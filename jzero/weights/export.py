@@ -202,15 +202,15 @@ class CheckpointParameters:
             raise ConfigError(f"checkpoint {self.path} is damaged: wrong checksum of {name}")
 
 
-def parse_size(size: str | int) -> int:
-    """Convert a size to bytes.
+def parse_size(size: str | int, name: str = "max_shard_size") -> int:
+    """Convert a size to bytes; `name` is what an error calls it.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(4096)
     (5000000000, 1572864, 4096)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper())
     if match is None or match[2] not in UNITS or not (n := int(float(match[1]) * UNITS[match[2]])):
-        raise ConfigError(f"max_shard_size = {size!r}: must be a size such as 5GB, 500MB or 1GiB")
+        raise ConfigError(f"{name} = {size!r}: must be a size such as 5GB, 500MB or 1GiB")
     return n
 
 

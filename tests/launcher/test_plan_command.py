@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 
 import pytest
@@ -52,6 +53,25 @@ def test_a_missing_config_comes_before_a_missing_compiler(tmp_path, monkeypatch,
     monkeypatch.setattr(gpus, "_topology", None)
     assert cli.main(["plan", "absent.json"]) == 2
     assert "absent.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama:tiny"])
+def test_without_a_config_it_names_commands_that_work(tmp_path, monkeypatch, capsys, model):
+    """A published model's recipe; for other models, a config whose open keys a search chooses."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "--model", model]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    write, plan = line.partition("these commands plan one: ")[2].split("; ")
+    words = shlex.split(write)
+    assert words[-2:] == [">", "config.json"]
+    if words[0] == "echo":
+        written, plan = words[1], plan.removesuffix(" --search")
+    else:
+        assert cli.main(words[1:-2]) == 0
+        written = capsys.readouterr().out
+    (tmp_path / "config.json").write_text(written)
+    assert cli.main([*shlex.split(plan)[1:], "--formula"]) == 0
+    assert "model state per GPU" in capsys.readouterr().out
 
 
 def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):

@@ -1,5 +1,6 @@
 """Importing jzero does not start JAX's devices, so a process can still fork or configure them."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -36,6 +37,20 @@ def test_import_starts_no_backend(tmp_path):
         print(jax.device_count(), xla_bridge.backends_are_initialized())
     """
     assert run(program, tmp_path).split() == ["3", "True"]
+
+
+def test_an_engine_needs_no_reader_of_deepspeeds_files(tmp_path):
+    """Nor the launcher and the recipes: each room that a run does not need makes its start longer."""
+    program = """
+        import sys
+        import jzero
+
+        jzero.initialize
+        print({name.split(".")[1] for name in sys.modules if name.startswith("jzero.")})
+    """
+    loaded = ast.literal_eval(run(program, tmp_path))
+    assert "run" in loaded
+    assert not loaded & {"deepspeed", "launcher", "recipes", "plots", "models"}
 
 
 def test_public_names():

@@ -57,7 +57,7 @@ def interpreter(name):
 @pytest.mark.processes
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
-    """No clone, no extra: `jzero demo` trains, help and the table of recipes are there."""
+    """No clone, no extra: `jzero demo` trains, the table of recipes is there; with transformers a preset is tuned."""
     if (found := interpreter(python)) is None:
         pytest.skip(f"no {python}")
     run(found, "-m", "venv", tmp_path / "venv")
@@ -71,6 +71,11 @@ def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
     assert "loss on text that it has not seen" in printed
     assert "llama3-8b-pretrain-8xh100" in run(command, "recipes", cwd=tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "venv"]  # the demo leaves no file
+    run(pip, "install", "-q", "-c", ROOT / "constraints.txt", "transformers", "jinja2")
+    samples = [{"prompt": f"What is {i} + 1?", "completion": f" {i + 1}"} for i in range(64)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    run(command, "finetune", "llama:tiny", "sums.jsonl", "--steps", "2", "--evaluations", "1", cwd=tmp_path)
+    assert {path.name for path in (tmp_path / "finetuned/model").iterdir()} >= {"model.safetensors", "config.json"}
 
 
 @pytest.mark.slow

@@ -80,10 +80,15 @@ def test_parts_of_a_text_lose_no_label(tokenizer):
         ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
         ([], ["a.jsonl is empty", '{"text"}']),
         (["", "  "], ["a.jsonl is empty"]),
-        ([[1]], ["line 1 is list", "must be an object"]),
+        ([CHAT, [1]], ["line 2 is list", "must be an object"]),
+        ([[{"text": "a"}]], ["a.jsonl is one JSON array", "`jq -c '.[]' a.jsonl` writes these lines"]),
+        (["[", '{"text": "a"}', "]"], ["a.jsonl is one JSON array"]),
         ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
         ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
-        ([{"text": None}], ["line 1 has the fields text"]),
+        ([{"text": None}], ["line 1 has the fields text (null)"]),
+        ([{"text": ["a"]}], ["a.jsonl line 1: text is ['a']: must be a string"]),
+        ([{"prompt": "1?", "completion": 2}], ["line 1: completion is 2: must be a string or a list of messages"]),
+        ([{"prompt": "1?", "chosen": "2", "rejected": 3}], ["line 1: rejected is 3: must be a string or a list"]),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_one_line(lines, words, tmp_path):
@@ -95,8 +100,8 @@ def test_a_mistake_in_a_file_is_one_line(lines, words, tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path in ("none.jsonl", tmp_path / "none.jsonl"):
-        with pytest.raises(ConfigError, match=r"none.jsonl: no such file or directory$"):
+    for path in ("none.jsonl", tmp_path / "none.jsonl", "none.parquet"):
+        with pytest.raises(ConfigError, match=r"none.(jsonl|parquet): no such file or directory$"):
             read_examples(path)
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(ConfigError, match="is no text in UTF-8"):
@@ -104,7 +109,10 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ConfigError, match="is empty"):
         read_examples(tmp_path / "empty.txt")
-    pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([SAMPLES["text"]])}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ConfigError, match="has the splits test: must have train"):
+        read_examples(tmp_path / "splits")
     (tmp_path / "a.parquet").write_text("text")
     with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
         read_examples(tmp_path / "a.parquet")
@@ -125,6 +133,13 @@ def test_samples_that_cannot_be_encoded(tokenizer):
     plain.eos_token = None
     with pytest.raises(ConfigError, match="eos_token is None"):
         rows("text", made=plain)
+    half = json.loads(r'"a \ud800"')
+    for kind, sample in (
+        ("text", {"text": half}),
+        ("chat", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": half}]}),
+    ):
+        with pytest.raises(ConfigError, match=r"dataset\[0\]: the text has '\\ud800' at character .* half of a UTF-16"):
+            rows(kind, sample=sample)
     with pytest.raises(
         ConfigError, match=r"no conversation to train on: 1 of 1 are longer than 8 tokens.*raise length"
     ):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from flax import nnx
 
 from jzero import cli
+from jzero.config import Config
 from jzero.errors import ConfigError
 from jzero.optimizers.lr_schedules import make_lr_schedule
+from jzero.precision import settle_precision
 from jzero.recipes import choices
 from jzero.recipes.choices import Options
 from jzero.recipes.examples import Examples
@@ -161,6 +164,8 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"config": {"mesh": {"tensor": 2}}, "method": "qlora"}, "quantised matrices are not divided"),
         ({"lr": 0.0}, "--lr 0.0: must be positive"),
         ({"beta": float("nan")}, "--beta nan: must be positive"),
+        ({"memory": "lots"}, "--memory = 'lots': must be a size such as 5GB"),
+        ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
         ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"lenght": 3}, "lenght: not an option; did you mean 'length'?"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
@@ -171,6 +176,13 @@ def test_options_that_cannot_be(options, words, directory, data, tmp_path):
         finetune(str(directory), data("chat"), out=tmp_path / "out", **options)
     assert words in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_length_beyond_the_models_positions_is_said(directory, data, tmp_path):
+    start = starting_point(str(directory), None)
+    samples = Examples("text", [{"text": "hello, world. " * 100}] * 40, "x")
+    for length, words in ((1024, "as asked, beyond the model's max_position_embeddings 512"), (512, "as asked")):
+        assert choices.encode_rows(start, samples, Options(out=tmp_path, length=length))[1] == words
 
 
 def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys):
@@ -246,6 +258,38 @@ def test_a_rate_stays_when_the_config_has_another_optimizer():
     own = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
     made = choices.merged_sections(own, {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}})
     assert made["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": 0.5}}
+
+
+T4 = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
+
+
+@pytest.mark.parametrize(
+    ("given", "on_a_t4", "on_an_h100"),
+    [
+        ({}, "fp16", "bf16"), ({"seed": 1}, "fp16", "bf16"), ({"bf16": {"enabled": False}}, "fp32", "fp32"),
+        ({"fp16": {"enabled": True}}, "fp16", "fp16"), ({"bf16": {"enabled": True}}, "bf16", "bf16"),
+    ],
+)  # fmt: skip
+def test_the_half_precision_is_the_devices(given, on_a_t4, on_an_h100):
+    """A T4, Colab's GPU, multiplies fast in fp16 alone. A --config that turns one half off does not get the other."""
+    made = choices.merged_sections(choices.base_config(16, 1e-4, Options(), "lora", 1), given)
+    for device, expected in ((T4, on_a_t4), (H100, on_an_h100)):
+        assert settle_precision(Config.load(made), {"w": np.zeros(2, np.float32)}, device)[0].precision == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_fp16_scales_the_loss_and_learns(method, directory, data, tmp_path, monkeypatch, capsys):
+    """As on a T4: the devices are said to be fast in fp16 alone."""
+    monkeypatch.setattr("jzero.precision._fast", lambda device: ("fp16",))
+    options = {"method": method, "steps": 24, "evaluations": 3, "lr": 3e-3 if method == "full" else 1e-2}
+    tuned = finetune(str(directory), data("text"), out=tmp_path / "out", **options)
+    assert tuned.held_out[tuned.best] < tuned.held_out[0] - 0.05
+    printed = capsys.readouterr().out
+    assert 'fp16.enabled "auto": fp16, since' in printed
+    assert "loss scale dynamic" in printed
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 40, 90])

@@ -310,6 +310,7 @@ def test_files_that_are_no_config(tmp_path):
         (tmp_path / "Qwen3-8B", None, "/Qwen3-8B: no such file or directory$"),
         (tmp_path, "[]", r"is not a config\.json: it is not an object"),
         (tmp_path, '{"model_type": "llama"}', "(?s)has no hidden_size.*has no vocab_size"),
+        (tmp_path, '{"model_type": "llama", "hidden_size": "64"}', "hidden_size = '64': must be a positive integer"),
     ):
         if text:
             file.write_text(text)
