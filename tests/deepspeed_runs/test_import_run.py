@@ -42,6 +42,7 @@ def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, here):
     arguments = ["import", str(runs_of_deepspeed / "pipe-1-fp32" / "ckpt"), "--names", "--model", HERE]
     assert main(arguments) == 1
     printed = capsys.readouterr().out
+    assert printed.startswith(f"{runs_of_deepspeed / 'pipe-1-fp32' / 'ckpt' / 'global_step20'}\n")  # not broken
     assert "fc1.kernel" in printed
     assert "missing; perhaps 0.weight" in printed
     proposal = tmp_path / "rename.json"
@@ -58,6 +59,11 @@ def test_a_model_of_images(runs_of_deepspeed, tmp_path, capsys):
     directory = runs_of_deepspeed / "mlp-1-fp32" / "ckpt"
     assert main(["import", str(directory), "--names", "--model", str(tmp_path)]) == 1
     assert "fc1.weight" in capsys.readouterr().out
+
+
+def test_jzero_has_the_models():
+    """As docs/from-deepspeed.md writes it, with `import jzero` alone; other tests have imported them already."""
+    assert callable(jzero.__getattr__("models").from_hf)
 
 
 def test_a_proposal_keeps_a_layers_tensors_together(runs_of_deepspeed):
