@@ -254,8 +254,7 @@ def _scalars(
     for name in shapes:
         if name.startswith("opt_state/") and name.endswith("/count"):
             siblings = {other.removeprefix(name[:-5]).split("/")[0] for other in shapes if other.startswith(name[:-5])}
-            has_moments = not siblings.isdisjoint(MOMENTS)
-            values[name] = updates if has_moments else scheduled
+            values[name] = scheduled if siblings.isdisjoint(MOMENTS) else updates
     return {name: np.full(shapes[name].shape, x, shapes[name].dtype) for name, x in values.items() if name in shapes}
 
 
