@@ -83,6 +83,7 @@ _ROOMS = (
     "data",
     "distributed",
     "ledger",
+    "models",
     "optimizers",
     "pictures",
     "pipeline",

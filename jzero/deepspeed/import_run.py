@@ -252,13 +252,9 @@ def _scalars(
         "loss_scale/culprits": False,
     }
     for name in shapes:
-        keys = name.split("/")
-        if keys[0] == "opt_state" and keys[-1] == "count":
-            siblings = {f"{'/'.join(keys[:-1])}/{field}" for field in MOMENTS}
-            has_moments = any(
-                other.startswith(tuple(f"{s}/" for s in siblings)) or other in siblings for other in shapes
-            )
-            values[name] = updates if has_moments else scheduled
+        if name.startswith("opt_state/") and name.endswith("/count"):
+            siblings = {other.removeprefix(name[:-5]).split("/")[0] for other in shapes if other.startswith(name[:-5])}
+            values[name] = scheduled if siblings.isdisjoint(MOMENTS) else updates
     return {name: np.full(shapes[name].shape, x, shapes[name].dtype) for name, x in values.items() if name in shapes}
 
 

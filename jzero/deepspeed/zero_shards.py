@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from math import prod
 from pathlib import Path
 
@@ -61,22 +61,20 @@ class DeepSpeedState:
             some.add(name, shape, pieces)
 
     def take_steps(self, states: Iterable[Pickled], groups: Iterable[Pickled]) -> None:
-        """Take the step count of an optimizer: of a parameter's state, or of a parameter group."""
-        for one in [*states, *groups]:
-            step = one.get("step")
-            if isinstance(step, TorchTensor) and step.size == 1:
-                step = step.read().item()
-            if isinstance(step, int | float):
-                self.steps = int(step)
-                return
+        """Take the step count of an optimizer: of parameters' states, or of parameter groups.
+
+        The largest, since DeepSpeed's FusedAdam counts in the last parameter of a group alone.
+        """
+        counts = [one.get("step") for one in (*states, *groups)]
+        counts = [x.read().item() if isinstance(x, TorchTensor) and x.size == 1 else x for x in counts]
+        self.steps = max((int(x) for x in counts if isinstance(x, int | float)), default=self.steps)
 
     def take_scaler(self, optimizer: Mapping[str, Pickled]) -> None:
         """Take the loss scaler's fields: ZeRO stores the object, the fp16 optimizers some of its numbers."""
         stored = optimizer.get("loss_scaler")
         fields = stored.fields if isinstance(stored, Record) else optimizer
-        self.scaler = (
-            {key: x for key, x in fields.items() if isinstance(x, int | float)} if "cur_scale" in fields else {}
-        )
+        if "cur_scale" in fields:
+            self.scaler = {key: x for key, x in fields.items() if isinstance(x, int | float)}
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -218,18 +216,13 @@ def _kinds(states: Mapping[str, Pickled]) -> list[str]:
 
 def _add_stage12(state: DeepSpeedState, shapes: list[dict[str, tuple]], ranks: list[dict[str, Pickled]]) -> None:
     """Add tensors of stages 1 and 2: each group is one vector, cut into equal parts."""
-
-    def base(rank: dict[str, Pickled], group: int) -> dict[str, Pickled]:
-        stored = rank["base_optimizer_state"]
-        return stored[group] if isinstance(stored, list) else stored["state"].get(group, {})  # a list: elastic
-
-    stored = ranks[0]["base_optimizer_state"]
-    groups = [] if isinstance(stored, list) else stored["param_groups"]
-    state.take_steps([base(ranks[0], i) for i in range(len(shapes))], groups)
+    inner = [rank["base_optimizer_state"] for rank in ranks]
+    states = [dict(enumerate(one)) if isinstance(one, list) else one["state"] for one in inner]  # a list: elastic
+    state.take_steps(states[0].values(), [] if isinstance(inner[0], list) else inner[0]["param_groups"])
     for i, group in enumerate(shapes):
         paddings = (ranks[0].get("param_alignment_paddings") or {i: [0] * len(group)})[i]
         flat = {MASTER: [rank["single_partition_of_fp32_groups"][i] for rank in ranks]}
-        flat |= {kind: [base(rank, i)[kind] for rank in ranks] for kind in _kinds(base(ranks[0], i))}
+        flat |= {kind: [one[i][kind] for one in states] for kind in _kinds(states[0].get(i, {}))}
         sizes = [prod(shape) + padding for shape, padding in zip(group.values(), paddings, strict=True)]
         spans = [(end - n, prod(shape)) for end, n, shape in zip(accumulate(sizes), sizes, group.values(), strict=True)]
         for kind, parts in flat.items():
@@ -281,9 +274,11 @@ def _read_without_zero(state: DeepSpeedState, files: list[Path], names: list[str
     module = models[0]["module"] or _layers(state.path, names)
     state.buffers = {name for model in models for name in model.get("buffer_names") or ()}
     parameters = iter(_parameters(module, state.buffers))
-    for optimizer in (model["optimizer"] for model in models if model["optimizer"]):
+    optimizers = [model["optimizer"] for model in models if model["optimizer"]]
+    for optimizer in optimizers:
         state.take_scaler(optimizer)
         _add_optimizer(state, optimizer, parameters, module)
+    _check_clear(state.path, not optimizers or next(parameters, None) is None)
     _add_module(state, module)
 
 
@@ -304,41 +299,43 @@ def _add_optimizer(
 ) -> None:
     """Add the tensors of an optimizer, whose parameters have numbers in the order of the module's."""
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    groups, states = [group["params"] for group in inner["param_groups"]], inner["state"]
-    state.take_steps(states.values(), inner["param_groups"])
+    groups, states = inner["param_groups"], inner["state"]
+    state.take_steps(states.values(), groups)
     if flat := optimizer.get("fp32_groups_flat"):  # fp16: all of a group is one parameter
         _check_clear(state.path, len(groups) == 1)
-        start = 0
+        where, start = {MASTER: flat[0]} | {kind: states[0][kind] for kind in _kinds(states.get(0, {}))}, 0
         for name in names:
-            where = {kind: states[0][kind] for kind in _kinds(states.get(0, {}))} | {MASTER: flat[0]}
             for kind, tensor in where.items():
                 state.add(kind, name, module[name].shape, cut_pieces([tensor], start, prod(module[name].shape)))
             start += prod(module[name].shape)
         return
     masters = [master for group in optimizer.get("fp32_groups") or () for master in group]
-    numbers = [number for group in groups for number in group]
+    numbers = [number for group in groups for number in group["params"]]
     found = {i: {kind: states[i][kind] for kind in _kinds(states.get(i, {}))} for i in numbers}
     for i, master in zip(numbers, masters, strict=False):
         found[i][MASTER] = master
+    shapes = {i: next((x.shape for x in some.values()), None) for i, some in found.items()}
+    rows: list[list[int]] = []  # of parameters in the module's order
+    for group in groups:  # Muon sorts its group by shape
+        some = groupby(group["params"], shapes.get) if group.get("use_muon") else [(None, group["params"])]
+        rows += [[*row] for _, row in some]
     own, order = [next(names) for _ in numbers], [0] * len(numbers)
-    if len(groups) > 1:
-        shapes = [[next((x.shape for x in found[i].values()), None) for i in group] for group in groups]
-        order = _place_in_groups([module[name].shape for name in own], shapes)
+    if len(rows) > 1:
+        order = _place_in_groups([module[name].shape for name in own], [[shapes[i] for i in row] for row in rows])
         _check_clear(state.path, bool(order))
-    places = [iter(group) for group in groups]
+    places = [iter(row) for row in rows]
     for k, name in zip(order, own, strict=True):
         i = next(places[k])
         for kind, tensor in found[i].items():
-            if tensor.shape != module[name].shape:
-                raise ValueError(f"{kind} {tensor.shape} of the optimizer's parameter {i} is not {name}'s")
+            _check_clear(state.path, tensor.shape == module[name].shape)
             state.add(kind, name, tensor.shape, [tensor])
 
 
 def _check_clear(path: Path, clear: bool) -> None:
     if not clear:
         raise ConfigError(
-            f"{path} is without ZeRO and has several parameter groups, and the shapes of its moments do not say which "
-            "parameters they belong to: save it once with ZeRO stage 1"
+            f"{path} is without ZeRO, and its files do not say which parameters the optimizer's numbers belong to "
+            "(it has several parameter groups, or not all parameters): save it once with ZeRO stage 1"
         )
 
 

@@ -17,7 +17,7 @@ from jzero.config.config import read_config
 from jzero.deepspeed.import_run import BATCH, deepspeed_batch, pair_tensors
 from jzero.deepspeed.zero_shards import DeepSpeedState, read_deepspeed
 from jzero.display.text_table import text_table
-from jzero.errors import ConfigError, in_a_line
+from jzero.errors import ConfigError, in_a_line, one_line
 from jzero.planner.named_models import model_alone
 from jzero.run import progress
 from jzero.run.restore import plan_restore
@@ -99,7 +99,7 @@ def compare_names(stored: DeepSpeedState, step: TrainStep, rename: deepspeed.Ren
         rows.append([tensor.leaf, tensor.name, str(tensor.shape), remark])
     unused = [["", name, str(theirs[name]), "in DeepSpeed alone"] for name in free]
     columns = ["leaf", "tensor", "shape", "remark"]
-    text = text_table(str(stored.path), columns, rows + unused, left=columns)
+    text = f"{one_line(str(stored.path))}\n{text_table('', columns, rows + unused, left=columns)}"
     proposed = {f"^{name.replace('.', '[.]')}$": best for name, best in near.items()}
     hint = f"\n--rename FILE and rename= take, for example:\n{json.dumps(proposed, indent=1)}" if proposed else ""
     return text + hint, bool(unused) or any(row[3] for row in rows)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -19,35 +20,38 @@ ADAM = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_de
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.05}}
 MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}}
+LION = {"type": "Lion", "params": {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+FUSED = ADAM | {"params": {key: x for key, x in ADAM["params"].items() if key != "torch_adam"}}
+LAMB = {"type": "Lamb", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 WEIGHTS = {"bin": (), "shards": ("--max_shard_size", "0.2KB"), "safe": ("--safe_serialization",)}  # of zero_to_fp32.py
 LLAMA = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
+FOUR = {"mlp-2-fp32", "mlp-3-fp32", "mlp-1-bf16", "mlp-2-fp16", "llama-3-fp32", "llama-1-bf16"}  # processes, else two
 # name -> model, ZeRO stage, precision, processes, optimizer, universal too
 CASES = {
-    "mlp-0-fp32": ("mlp", 0, "fp32", 2, ADAM, False),
-    "mlp-1-fp32": ("mlp", 1, "fp32", 2, ADAM, True),
-    "mlp-2-fp32": ("mlp", 2, "fp32", 4, ADAM, False),
-    "mlp-3-fp32": ("mlp", 3, "fp32", 4, ADAM, True),
-    "mlp-0-bf16": ("mlp", 0, "bf16", 2, ADAM, False),
-    "mlp-1-bf16": ("mlp", 1, "bf16", 4, ADAM, True),
-    "mlp-2-bf16": ("mlp", 2, "bf16", 2, ADAM, False),
-    "mlp-3-bf16": ("mlp", 3, "bf16", 2, ADAM, False),
-    "mlp-0-fp16": ("mlp", 0, "fp16", 2, ADAM, False),
-    "mlp-1-fp16": ("mlp", 1, "fp16", 2, ADAM, False),
-    "mlp-2-fp16": ("mlp", 2, "fp16", 4, ADAM, False),
-    "mlp-3-fp16": ("mlp", 3, "fp16", 2, ADAM, False),
+    (case := f"{kind}-{stage}-{precision}"): (kind, stage, precision, 4 if case in FOUR else 2, ADAM, stage > 0)
+    for kind in ("mlp", "llama") for stage in range(4) for precision in ("fp32", "bf16", "fp16")
+}  # fmt: skip
+CASES |= {
+    "mlp-0-fused": ("mlp", 0, "fp32", 2, FUSED, False),
+    "mlp-0-bf16-fused": ("mlp", 0, "bf16", 2, FUSED, False),
     "mlp-1-sgd": ("mlp", 1, "fp32", 2, SGD, False),
     "mlp-2-adagrad": ("mlp", 2, "fp32", 2, ADAGRAD, False),
+    "mlp-0-lamb": ("mlp", 0, "fp32", 2, LAMB, False),
+    "mlp-0-fp16-lamb": ("mlp", 0, "fp16", 2, LAMB, False),
+    "mlp-2-lion": ("mlp", 2, "fp32", 2, LION, False),
+    "mlp-3-lion": ("mlp", 3, "fp32", 2, LION, False),
+    "mlp-0-muon": ("mlp", 0, "fp32", 2, MUON, False),
     "mlp-2-muon": ("mlp", 2, "fp32", 2, MUON, False),
     "mlp-3-muon": ("mlp", 3, "fp32", 2, MUON, False),  # matrices and biases in groups, with other moments
     "mlp-0-groups": ("mlp", 0, "fp32", 2, ADAM, False),  # biases, in a group of their own, do not decay
     "mlp-0-bf16-groups": ("mlp", 0, "bf16", 2, ADAM, False),
+    "mlp-0-frozen": ("mlp", 0, "fp32", 2, ADAM, False),  # fc2 is frozen, and the optimizer lacks it
+    "mlp-2-frozen": ("mlp", 2, "fp32", 2, ADAM, False),
+    "mlp-3-frozen": ("mlp", 3, "fp32", 2, ADAM, True),
     "pipe-1-fp32": ("pipe", 1, "fp32", 4, ADAM, True),
-    "llama-2-fp32": ("llama", 2, "fp32", 2, ADAM, True),
-    "llama-3-fp32": ("llama", 3, "fp32", 4, ADAM, False),
-    "llama-3-bf16": ("llama", 3, "bf16", 2, ADAM, False),
 }
 
 
@@ -63,6 +67,8 @@ def ds_config(stage, precision, optimizer, processes):
         "zero_optimization": {"stage": stage} | ({"reduce_scatter": False} if optimizer is MUON and stage == 3 else {}),
         "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
+    if optimizer is LION:  # DeepSpeed's other Lion runs on GPUs alone
+        config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
     if precision == "fp16":
@@ -110,6 +116,28 @@ def make_model(kind):
     return MLP(), lambda engine, x, y: ((engine(x).float() - y) ** 2).mean()
 
 
+class LambOnCpu:
+    """DeepSpeed's kernel of Lamb, which is CUDA alone, in PyTorch; all around it is DeepSpeed's own.
+
+    Source: csrc/lamb/fused_lamb_cuda_kernel.cu of DeepSpeed 0.19.8.
+    """
+
+    def lamb(self, p, p_copy, m, v, g, lr, beta1, beta2, max_coeff, min_coeff, eps, scale, step, mode, correct, decay):
+        import torch
+
+        g = g.float() / scale
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).add_(g * g, alpha=1 - beta2)
+        update = m / (v.sqrt() + eps if mode else (v + eps).sqrt()) + decay * p
+        weight, size = p.norm(), update.norm()
+        coefficient = (weight / size).clamp(min_coeff, max_coeff) if weight and size else torch.ones(())
+        rate = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if correct else lr
+        p.sub_(rate * coefficient * update)
+        if p_copy.numel():
+            p_copy.data.copy_(p)
+        return coefficient
+
+
 def worker(case, out):
     """Train, save, and go on, as one of the processes."""
     import deepspeed
@@ -117,6 +145,10 @@ def worker(case, out):
 
     kind, stage, precision, processes, optimizer, universal = CASES[case]
     torch.set_num_threads(1)
+    if optimizer is LAMB:
+        from deepspeed.ops.lamb import fused_lamb
+
+        fused_lamb.FusedLambBuilder = lambda: SimpleNamespace(load=LambOnCpu)
     device = deepspeed.accelerator.get_accelerator()
     device.is_fp16_supported = lambda: (
         precision == "fp16"
@@ -128,7 +160,9 @@ def worker(case, out):
     config = ds_config(stage, precision, optimizer, processes)
     if kind == "pipe":
         config |= {"gradient_accumulation_steps": 2}
-    parameters = list(model.parameters())
+    if case.endswith("frozen"):
+        model.fc2.requires_grad_(False)
+    parameters = [x for x in model.parameters() if x.requires_grad]
     if case.endswith("groups"):
         parameters = [
             {"params": [x for x in parameters if x.ndim > 1]},
@@ -146,7 +180,8 @@ def worker(case, out):
             rows = [tuple(part.chunk(replicas)[place].chunk(micro)[i] for part in parts) for i in range(micro)]
             return float(engine.train_batch(iter(rows)))
         loss = loss_of(engine, *(part.chunk(processes)[rank] for part in parts))
-        engine.backward(loss)
+        # Without ZeRO, DeepSpeed 0.19.8 divides by a scale that it does not multiply the loss with.
+        engine.backward(loss * engine.optimizer.loss_scale if precision == "fp16" and stage == 0 else loss)
         engine.step()
         mean = loss.detach().float().clone()
         torch.distributed.all_reduce(mean)
@@ -156,7 +191,7 @@ def worker(case, out):
     engine.save_checkpoint(str(out / "ckpt"), client_state={"epoch": 3, "note": "twenty"})
     after = [step(n) for n in range(STEPS, 2 * STEPS)]
     if rank == 0:
-        scale = getattr(engine.optimizer, "cur_scale", None)
+        scale = getattr(engine.optimizer, "loss_scale", None)
         about = {"before": before, "after": after, "config": config, "scale": scale, "lr": engine.get_lr()}
         (out / "losses.json").write_text(json.dumps(about))
     torch.distributed.barrier()
@@ -180,6 +215,7 @@ def make(case, out):
         port = str(found.getsockname()[1])
     processes = CASES[case][3]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    common |= {"TORCHDYNAMO_DISABLE": "1"}  # Muon's functions would be compiled, for minutes
     running = [
         subprocess.Popen(
             [sys.executable, __file__, str(out), case, "--worker"],

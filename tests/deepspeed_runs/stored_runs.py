@@ -58,6 +58,8 @@ def config_of(directory, stage):
     config["optimizer"]["params"].pop("torch_adam", None)
     if directory.name.endswith("groups"):
         config["optimizer"]["no_weight_decay"] = "norms_biases"
+    if directory.name.endswith("frozen"):
+        config["frozen_parameters"] = ["^fc2"]
     return {key: x for key, x in config.items() if key not in ("zero_allow_untested_optimizer", "steps_per_print")}
 
 

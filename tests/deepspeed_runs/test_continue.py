@@ -5,9 +5,12 @@ steps; `checkpoints.tar.xz` has the checkpoints and the losses. So these tests r
 the checkpoints anew where DeepSpeed installs.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 from helpers.sampling import keep
+from make_checkpoints import CASES
 from stored_runs import BOUND, about, continued, make_engine
 
 # case of make_checkpoints.py, its directory, our stage, devices and pipeline stages; every stage of DeepSpeed's, both
@@ -19,6 +22,11 @@ RUNS = [
     ("mlp-3-bf16", "ckpt", 2, 2, 1),
     ("mlp-1-sgd", "ckpt", 2, 2, 1),
     ("mlp-2-adagrad", "ckpt", 3, 2, 1),
+    ("mlp-0-fused", "ckpt", 1, 2, 1),
+    ("mlp-0-bf16-fused", "ckpt", 0, 1, 1),
+    ("mlp-0-lamb", "ckpt", 2, 2, 1),
+    ("mlp-3-lion", "ckpt", 1, 2, 1),
+    ("mlp-0-muon", "ckpt", 3, 2, 1),
     ("mlp-2-muon", "ckpt", 1, 2, 1),
     ("mlp-0-bf16-groups", "ckpt", 3, 2, 1),
     ("pipe-1-fp32", "ckpt", 1, 2, 2),
@@ -35,35 +43,49 @@ MORE = [
     ("mlp-1-fp32", "ckpt", 0, 1, 1),
     ("mlp-3-fp32", "universal", 3, 2, 1),
     ("mlp-1-bf16", "ckpt", 2, 1, 1),
+    ("mlp-3-frozen", "universal", 1, 2, 1),
     ("pipe-1-fp32", "universal", 0, 1, 1),
+    ("llama-0-bf16", "ckpt", 2, 2, 1),
     ("llama-2-fp32", "ckpt", 3, 8, 1),
     ("llama-3-fp32", "ckpt", 1, 4, 2),
 ]
+OF_FP16 = [
+    ("mlp-0-fp16", "ckpt", 2, 2, 1),
+    ("mlp-0-fp16-lamb", "ckpt", 1, 8, 1),
+    ("mlp-1-fp16", "ckpt", 1, 2, 1),
+    ("mlp-2-fp16", "universal", 3, 1, 1),
+    ("mlp-3-fp16", "ckpt", 1, 2, 1),
+    ("llama-1-fp16", "ckpt", 1, 2, 2),
+]
+# The rest of stages x precisions x models x kinds of checkpoint; those that make_checkpoints.py has just written.
+MATRIX = [
+    (case, folder, i % 4, (1, 2, 8)[i % 3], 2 if kind == "llama" and i % 3 else 1)
+    for i, (case, folder) in enumerate(product(sorted(CASES.keys() - {"mlp-0-frozen"}), ("ckpt", "universal")))
+    for kind, *_, universal in [CASES[case]]
+    if (folder == "ckpt" or universal) and (case, folder) not in {run[:2] for run in (*RUNS, *MORE, *OF_FP16)}
+]
+BY_DEFAULT = [*RUNS, *OF_FP16[::2]]
 
 
-@pytest.mark.parametrize(("case", "folder", "stage", "devices", "pipe"), keep([*RUNS, *MORE], RUNS))
+@pytest.mark.parametrize(
+    ("case", "folder", "stage", "devices", "pipe"), keep([*RUNS, *MORE, *OF_FP16, *MATRIX], BY_DEFAULT)
+)
 def test_the_next_losses_are_deepspeeds(runs_of_deepspeed, case, folder, stage, devices, pipe):
+    """The loss scale of fp16 grows at its 19th and 38th step. With ZeRO, DeepSpeed divides by the new scale there."""
     directory, (kind, _, precision, *_) = runs_of_deepspeed / case, case.split("-")
-    if not directory.exists():
+    if not (directory / folder).exists():
         pytest.skip("not among the cases that were made")
     engine = make_engine(directory, kind, stage, devices, pipe)
     path, client = engine.load_checkpoint(directory / folder)
     assert path.endswith("global_step20")
     assert client == {"epoch": 3, "note": "twenty"}
     assert (engine.global_steps, engine.global_samples) == (20, 160)
-    np.testing.assert_allclose(continued(engine, kind), about(directory)["after"], rtol=BOUND.get(precision, 1e-5))
+    if precision == "fp16":
+        assert float(engine.state.loss_scale.scale) == 2.0**9
+    losses, n = continued(engine, kind), 18 if precision == "fp16" else None
+    np.testing.assert_allclose(losses[:n], about(directory)["after"][:n], rtol=BOUND.get(precision, 1e-5))
+    if precision == "fp16":
+        assert float(engine.state.loss_scale.scale) == about(directory)["scale"] == 2.0**10
     ours, theirs = engine.get_lr(), about(directory)["lr"]
     some = slice(1 if case.endswith(("groups", "muon")) else None)  # jzero's config says the groups in another way
     np.testing.assert_allclose(ours[some], theirs[some], rtol=1e-6)
-
-
-@pytest.mark.parametrize("case", keep(["mlp-1-fp16", "mlp-2-fp16", "mlp-3-fp16"], ["mlp-3-fp16"]))
-def test_the_loss_scale_goes_on(runs_of_deepspeed, case):
-    """The scale grows at its 19th and 38th step. In that step DeepSpeed 0.19.8 divides by the new scale already."""
-    directory = runs_of_deepspeed / case
-    engine = make_engine(directory, "mlp", 1, 2)
-    engine.load_checkpoint(directory / "ckpt")
-    assert float(engine.state.loss_scale.scale) == 2.0**9
-    losses = continued(engine, "mlp")
-    np.testing.assert_allclose(losses[:18], about(directory)["after"][:18], rtol=BOUND["fp16"])
-    assert float(engine.state.loss_scale.scale) == about(directory)["scale"] == 2.0**10

@@ -240,6 +240,9 @@ def nested(depth=20):
 ZERO = {"base_optimizer_state": {"state": {}, "param_groups": []}, "single_partition_of_fp32_groups": [[]]}
 SGD = {"state": {}, "param_groups": [{"params": [0, 1]}]}
 IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
+APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
+    tensor(shape=(1,))[2:-1], tensor(offset=1, shape=(1,))[2:-1]
+)  # fmt: skip
 # The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
 DAMAGED = {
     "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": nested()}, "partition_count is no whole"),
@@ -250,6 +253,9 @@ DAMAGED = {
         {"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, ZERO | {"partition_count": 1}, "the shape of w is no"
     ),
     "more parameters than weights": ({"module": IN_ONE, "optimizer": SGD}, None, "StopIteration"),
+    "fewer parameters than weights": (
+        {"module": APART, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, None, "not all parameters"
+    ),
     "a step without end": (
         {"module": IN_ONE, "optimizer": SGD | {"state": {0: {"step": float("inf")}}}}, None, "OverflowError"
     ),
