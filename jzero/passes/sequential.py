@@ -42,7 +42,7 @@ from jzero.passes.stack import (
 )
 from jzero.precision import Precision
 from jzero.spread.spread_model import on_group
-from jzero.tracing.fused import fused_loss
+from jzero.tracing.fused import fused
 from jzero.tree import PyTree, leading_dim
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
@@ -117,10 +117,9 @@ def sequential(placed: PlacedModel, read: Read | None = None) -> Passes:
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
     spread = on_group(model, placed.mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
-    kernels: Callable = lambda f: f  # noqa: E731
-    # Off these GPUs the library's own function is as good; and the rules of `spread` divide that.
-    if spread is model and has_triton(placed.mesh.devices.flat[0]):
-        kernels = partial(fused_loss, chains=remat.kind == "none")
+    # On a group of devices the rules of `spread` divide what the model wrote.
+    alone = spread is model and has_triton(placed.mesh.devices.flat[0])
+    kernels: Callable = partial(fused, chains=remat.kind == "none", losses=True) if alone else lambda f: f
     loss = make_loss(spread, layouts, view, remat, precision, kernels)
 
     def gradients(weights: DeviceWeights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Any = 0) -> Any:

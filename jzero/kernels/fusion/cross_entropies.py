@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +36,11 @@ class CrossEntropy:
         """Compute the equation's result."""
         labels = labels.astype(jnp.int32).reshape(logits.shape[:-1])
         labels = jnp.where(labels < 0, labels + logits.shape[-1], labels)
-        # Both libraries' loss of a label that is no column is NaN; its gradient is finite.
-        inside = (labels >= 0) & (labels < logits.shape[-1])
-        losses = row_losses(logits, labels) + jnp.where(inside, 0.0, jnp.nan)
-        return losses if self.form is _of_optax else -losses[..., None]
+        # Of a label that is no column both losses are NaN; the gradient is that of the normalizer alone, or none.
+        losses, inside = row_losses(logits, labels), (labels >= 0) & (labels < logits.shape[-1])
+        if self.form is _of_optax:
+            return losses + jnp.where(inside, 0.0, jnp.nan)
+        return jnp.where(inside, -losses, jnp.nan)[..., None]
 
 
 def cross_entropies(jaxpr: Jaxpr) -> dict[int, CrossEntropy]:
@@ -47,8 +49,8 @@ def cross_entropies(jaxpr: Jaxpr) -> dict[int, CrossEntropy]:
     users, found = users_of(jaxpr), dict[int, CrossEntropy]()
     dead = {id(eqn) for eqn in jaxpr.eqns if eqn.outvars and not any(users.get(v) for v in eqn.outvars)}
     shapes = {v.aval.shape for eqn in jaxpr.eqns for v in eqn.invars if not is_constant(v) and _is_wide(v.aval)}
-    templates = [(form, _template(form, *case)) for form in FORMS for shape in shapes for case in _cases(form, shape)]
-    for form, template in templates:
+    for form, shape, dtype in product(FORMS, shapes, ("int32", "uint16")):
+        template = _template(form, shape, dtype)
         for eqn in jaxpr.eqns:
             match = _Match(template, made)
             if not eqn.outvars or not match.same(template.outvars[0], eqn.outvars[0]):
@@ -76,24 +78,19 @@ def _is_wide(x: jax.core.ShapedArray) -> bool:
     return x.dtype == jnp.float32 and x.ndim > 1 and x.shape[-1] >= COLUMNS and not x.shape[-1] % 8 and x.size > 0
 
 
-def _cases(form: Callable, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
-    """Return the shapes of logits and labels, and the labels' dtypes in which int32 has all of them."""
+def _template(form: Callable, shape: tuple[int, ...], dtype: str) -> Jaxpr:
+    """Trace a form; int32 has all labels of the dtype."""
     of_labels = shape[:-1] if form is _of_optax else (*shape[:-1], 1)
-    return [(shape, of_labels, dtype) for dtype in ("int32", "uint16")]
-
-
-def _template(form: Callable, logits: tuple[int, ...], labels: tuple[int, ...], dtype: str) -> Jaxpr:
-    return jax.make_jaxpr(form)(
-        jax.ShapeDtypeStruct(logits, jnp.float32), jax.ShapeDtypeStruct(labels, jnp.dtype(dtype))
-    ).jaxpr
+    operands = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(of_labels, jnp.dtype(dtype))
+    return jax.make_jaxpr(form)(*operands).jaxpr
 
 
 def _narrow(logits: Variable, made: Mapping[Variable, Equation]) -> Variable:
     """Return what is cast to these float32 logits; else the logits."""
     eqn = made.get(logits)
-    is_cast = eqn is not None and eqn.primitive.name == "convert_element_type"
-    narrow = is_cast and eqn.invars[0].aval.dtype in (jnp.bfloat16, jnp.float16)
-    return eqn.invars[0] if narrow else logits
+    if eqn is None or eqn.primitive.name != "convert_element_type":
+        return logits
+    return eqn.invars[0] if eqn.invars[0].aval.dtype in (jnp.bfloat16, jnp.float16) else logits
 
 
 class _Match:
