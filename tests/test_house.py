@@ -21,7 +21,7 @@ HEART = ("layout", "passes", "step")
 LIMITS = {
     "lines": 50034,
     "files": 273,
-    "statements": 29388,
+    "statements": 29387,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,
