@@ -21,6 +21,46 @@ COLUMNS, WARPS = 1024, 4
 LOG2E = math.log2(math.e)
 
 
+def row_losses(
+    logits: jax.Array, labels: jax.Array, axis: str | None = None, size: jax.Array | int | None = None
+) -> jax.Array:
+    """Compute float32 cross-entropies [...] of logits [..., V], with the gradient written out.
+
+    Autodiff would keep float32 probabilities [..., V] for the backward pass. Written out, the residuals are the logits
+    in their own dtype and one normalizer per row: the gradient is softmax(logits) - one_hot(label).
+
+    Args:
+      labels: [...] integers; one that is no column has the logit 0.
+      axis: the mesh axis that the columns are divided over; None: they are whole.
+      size: how many columns of all devices count, the first ones; default: all.
+    """
+
+    def own(labels: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+        """Return the labels' columns among the local ones, and how many of these count."""
+        width, labels = logits.shape[-1], labels.astype(jnp.int32)
+        start = 0 if axis is None else lax.axis_index(axis) * width
+        return labels - start, width if size is None else jnp.clip(size - start, 0, width)
+
+    def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        highest, total, picked = row_sums(logits, *own(labels))
+        if axis is not None:
+            local, highest = highest, lax.pmax(highest, axis)  # of all slices, so that no exponential overflows
+            total, picked = lax.psum(jnp.stack([total * jnp.exp(local - highest), picked]), axis)
+        normalizer = jnp.log(total) + highest
+        return normalizer - picked, (logits, labels, normalizer)
+
+    def backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
+        logits, labels, normalizer = saved
+        return row_gradient(logits, *own(labels), normalizer, g), None
+
+    @jax.custom_vjp
+    def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return forward(logits, labels)[0]
+
+    losses.defvjp(forward, backward)
+    return losses(logits, labels)
+
+
 def row_sums(logits: jax.Array, labels: jax.Array, size: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute what the cross-entropy of each row of logits [..., V] needs.
 

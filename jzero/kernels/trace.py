@@ -60,6 +60,16 @@ def program_of(eqn: Equation) -> ClosedJaxpr:
     return closed_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
+def users_of(jaxpr: Jaxpr) -> dict[Variable, set[int]]:
+    """Return the equations, by identity, that read each variable; 0 stands for the program's results."""
+    users: dict[Variable, set[int]] = {}
+    for user, variables in [*((id(eqn), eqn.invars) for eqn in jaxpr.eqns), (0, jaxpr.outvars)]:
+        for v in variables:
+            if not is_constant(v):
+                users.setdefault(v, set()).add(user)
+    return users
+
+
 def run_equations(
     eqns: Iterable[Equation],
     known: dict[Variable, T],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.kernels.fusion.parts import has_triton
 from jzero.layout import storage
 from jzero.layout.sharding import PlacedModel, stack_length
 from jzero.loss import Mean, Sums, read_loss, read_sums, weighted
@@ -41,6 +42,7 @@ from jzero.passes.stack import (
 )
 from jzero.precision import Precision
 from jzero.spread.spread_model import on_group
+from jzero.tracing.fused import fused
 from jzero.tree import PyTree, leading_dim
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
@@ -115,7 +117,10 @@ def sequential(placed: PlacedModel, read: Read | None = None) -> Passes:
     view = unrolled(layouts) if stack and unrolls(config, layouts, remat) else scanned(layouts)
     make_loss: Callable = _stack_loss if stack else _whole_loss
     spread = on_group(model, placed.mesh, layouts, config.context_parallel.attention, config.fp8.enabled)
-    loss = make_loss(spread, layouts, view, remat, precision)
+    # On a group of devices the rules of `spread` divide what the model wrote.
+    alone = spread is model and has_triton(placed.mesh.devices.flat[0])
+    kernels: Callable = partial(fused, chains=remat.kind == "none", losses=True) if alone else lambda f: f
+    loss = make_loss(spread, layouts, view, remat, precision, kernels)
 
     def gradients(weights: DeviceWeights, batch: PyTree, key: jax.Array, cotangents: Mean, first: Any = 0) -> Any:
         def micro(i: Any, part: PyTree, state: PyTree) -> tuple[PyTree, Sums, PyTree]:
@@ -142,17 +147,22 @@ def sequential(placed: PlacedModel, read: Read | None = None) -> Passes:
     return Passes(view, facts, gradients, losses)
 
 
-def _whole_loss(model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
+def _whole_loss(
+    model: Model, layouts: PyTree, view: StackView, remat: Remat, precision: Precision, kernels: Callable
+) -> Callable:
     """Make `loss(weights, batch, key)` of a model without a stack: all weights are fetched at once."""
-    whole = uniform(model, model.loss, WHOLE)
+    whole = kernels(uniform(model, model.loss, WHOLE))
     run = checkpointed(lambda pair: fetch_params(layouts, pair, precision), whole, remat, unrolled=True)
     return lambda weights, batch, key: run(_pair(weights), batch, key)
 
 
-def _stack_loss(model: StackModel, layouts: PyTree, view: StackView, remat: Remat, precision: Precision) -> Callable:
+def _stack_loss(
+    model: StackModel, layouts: PyTree, view: StackView, remat: Remat, precision: Precision, kernels: Callable
+) -> Callable:
     """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
     prefix, block, suffix = stack_functions(model)
+    suffix = kernels(suffix)
     fetch_layer = partial(fetch_params, layouts[STACK], precision=precision)
     layer = checkpointed(fetch_layer, ordered_backward(block) if listed else block, remat, unrolled=listed, layer=True)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.errors import ConfigError
-from jzero.kernels.softmax import row_gradient, row_sums
+from jzero.kernels.softmax import row_losses
 from jzero.loss import Mean
 from jzero.tiling import tiled
 
@@ -135,7 +135,7 @@ def cross_entropy(
             logits = logits + bias_V
         if softcap is not None:
             logits = (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
-        return _losses(logits, labels, axis, vocab_size)
+        return row_losses(logits, labels, axis, vocab_size)
 
     counted = labels >= 0
     return Mean(jnp.sum(tiled(losses, (x, labels), tiles, axis=labels.ndim - 1), where=counted), counted.sum())
@@ -170,36 +170,3 @@ def _gather(x: jax.Array, axis: str) -> jax.Array:
         lambda g: lax.dynamic_slice_in_dim(g, _start(size, axis), size, g.ndim - 1),
         x,
     )
-
-
-def _losses(logits: jax.Array, labels: jax.Array, axis: str | None, vocab_size: int | None) -> jax.Array:
-    """Compute float32 cross-entropies [...] of logits [..., V], V local, with the gradient written out.
-
-    Autodiff would keep float32 probabilities [..., V] for the backward pass. Written out, the residuals are the logits
-    in their own dtype and one normalizer per token: the gradient is softmax(logits) - one_hot(label).
-    """
-
-    def own(labels: jax.Array) -> tuple[jax.Array, jax.Array | int]:
-        """Return the labels' columns among the local ones, and how many of these count."""
-        size, labels = logits.shape[-1], labels.astype(jnp.int32)
-        start = 0 if axis is None else _start(size, axis)
-        return labels - start, size if vocab_size is None else jnp.clip(vocab_size - start, 0, size)
-
-    def forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        highest, total, picked = row_sums(logits, *own(labels))
-        if axis is not None:
-            local, highest = highest, lax.pmax(highest, axis)  # of all slices, so that no exponential overflows
-            total, picked = lax.psum(jnp.stack([total * jnp.exp(local - highest), picked]), axis)
-        normalizer = jnp.log(total) + highest
-        return normalizer - picked, (logits, labels, normalizer)
-
-    def backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
-        logits, labels, normalizer = saved
-        return row_gradient(logits, *own(labels), normalizer, g), None
-
-    @jax.custom_vjp
-    def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
-        return forward(logits, labels)[0]
-
-    losses.defvjp(forward, backward)
-    return losses(logits, labels)

@@ -18,12 +18,10 @@ import jax.numpy as jnp
 
 from jzero._compat import is_constant, own_source
 from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
-from jzero.kernels.fusion.chains import Chains
-from jzero.kernels.fusion.parts import mapped_dot_general
-from jzero.kernels.trace import Equation, Read
-from jzero.tracing.equations import Equations, inlined, run_equation
+from jzero.kernels.trace import Equation
+from jzero.tracing.equations import Equations, inlined
+from jzero.tracing.fused import fused
 from jzero.tracing.residuals import fewest_bytes, is_cheap
-from jzero.tracing.source_lines import source_of
 from jzero.tree import PyTree, combine, partition, replaced
 
 Arrays = list[jax.Array]
@@ -145,25 +143,3 @@ class Chunk:
 def split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
     """Split a tree into (floating and complex leaves, other leaves); invert with `tree.combine`."""
     return partition(x, jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.inexact), x))
-
-
-def fused(f: Callable) -> Callable:
-    """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`."""
-
-    def run(*args: PyTree) -> PyTree:
-        closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
-        program, found = Equations(closed), Chains(closed.jaxpr)
-
-        def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
-            if not (chain := found.of.get(id(eqn))):
-                return run_equation(eqn, read)
-            *values, weight = read([*(v for v, _ in chain.sources), chain.weight])
-            with source_of(eqn), eqn.ctx.manager:
-                y = mapped_dot_general(chain.f, chain.parts(values), weight, eqn.params["precision"])
-            return [y.reshape(eqn.outvars[0].aval.shape)]
-
-        kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
-        outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
-        return jax.tree.unflatten(jax.tree.structure(result), outputs)
-
-    return run

@@ -16,8 +16,8 @@ import jzero
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.elementwise import PRIMITIVES, is_elementwise
 from jzero.planner import gpu_devices
-from jzero.tracing.chunk import fused
 from jzero.tracing.equations import operations
+from jzero.tracing.fused import fused
 from models.llama import Llama, LlamaConfig
 
 M, K, F = 24, 16, 32

@@ -14,7 +14,7 @@ import jax
 
 from jzero._compat import is_constant
 from jzero.kernels.fusion.elementwise import Elementwise, is_elementwise, is_row
-from jzero.kernels.trace import Equation, Jaxpr, Variable
+from jzero.kernels.trace import Equation, Jaxpr, Variable, users_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +53,7 @@ class Chains:
     def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True, biases: bool = True):
         self._fits, self._biases = fits, biases
         self._made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self._users: dict[Variable, set[int]] = {}
-        for user, variables in [*((id(eqn), eqn.invars) for eqn in jaxpr.eqns), (0, jaxpr.outvars)]:
-            for v in variables:
-                if not is_constant(v):
-                    self._users.setdefault(v, set()).add(user)
+        self._users = users_of(jaxpr)
         found = ((id(eqn), self._chain(eqn)) for eqn in jaxpr.eqns if self._multiplies(eqn))
         self.of = {last: chain for last, chain in found if chain}
         self.skipped = frozenset[int]().union(*(chain.skipped for chain in self.of.values()))

@@ -1,0 +1,297 @@
+"""Cross-entropies of users' own losses by kernels: against float64, against the library's function, and in a step."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from helpers.cuda import needs_cuda_compiler
+
+import jzero
+from jzero.planner import gpu_devices
+from jzero.tracing.equations import operations
+from jzero.tracing.fused import fused
+
+V, KERNEL = 1024, "softmax_rows"
+
+
+def of_optax(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+
+
+def of_log_softmax(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), labels[..., None], -1)[..., 0]
+
+
+def squeezed(logits, labels):
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), jnp.expand_dims(labels, -1), axis=-1)
+    return -found.squeeze(-1)
+
+
+FORMS = [of_optax, of_log_softmax, squeezed]
+
+
+def numbers(*shape, dtype=jnp.float32, labels=jnp.int32, size=V):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(4 * rng.normal(size=(*shape, size)), dtype)
+    return logits, jnp.asarray(rng.integers(0, size, shape), labels), jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def kernels(f, *args):
+    return sum(operation.name == KERNEL for operation in operations(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+def by_kernels(f):
+    return fused(f, losses=True)
+
+
+def gradients(f, logits, labels, g):
+    y, pull = jax.vjp(lambda logits: f(logits, labels), logits)
+    return y, pull(g)[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("of_labels", [jnp.int32, jnp.uint16], ids=["int32", "uint16"])
+def test_values_and_gradients(form, shape, dtype, of_labels):
+    logits, labels, g = numbers(*shape, dtype=dtype, labels=of_labels)
+    assert kernels(by_kernels(form), logits, labels) == 1
+    found, plain = (jax.jit(gradients, static_argnums=0)(f, logits, labels, g) for f in (by_kernels(form), form))
+    for a, b in zip(found, plain, strict=True):
+        assert a.dtype == b.dtype
+    x = np.asarray(logits, np.float64)
+    p = np.exp(x - x.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    hit = np.arange(V) == np.asarray(labels)[..., None]
+    dx = (p - hit) * np.asarray(g, np.float64)[..., None]
+    rtol = {jnp.float32: 1e-6, jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}[dtype]
+    np.testing.assert_allclose(found[0], -np.log(p[hit]).reshape(shape), rtol=1e-6)
+    np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(found[1], np.float64), dx, rtol=4 * rtol, atol=1e-6)
+    np.testing.assert_allclose(*(np.asarray(y[1], np.float64) for y in (found, plain)), rtol=4 * rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_that_are_no_columns(form):
+    """Negative ones count from the end, as in NumPy; others give NaN and a finite gradient."""
+    logits, _, g = numbers(8)
+    labels = jnp.array([-1, -V, -V - 1, V, V - 1, 2**31 - 1, -(2**31), 0])
+    found, plain = (jax.jit(gradients, static_argnums=0)(f, logits, labels, g) for f in (by_kernels(form), form))
+    assert np.isnan(found[0]).tolist() == [False, False, True, True, False, True, True, False]
+    for a, b in zip(found, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_are_not_finite_stay_so(form):
+    logits, labels, g = numbers(4)
+    for bad in (np.nan, np.inf, -np.inf):
+        spoilt = logits.at[1].set(bad)
+        found, plain = (gradients(f, spoilt, labels, g) for f in (by_kernels(form), form))
+        assert not np.isfinite(found[0][1])
+        for a, b in zip(found, plain, strict=True):
+            np.testing.assert_allclose(np.delete(a, 1, 0), np.delete(b, 1, 0), rtol=1e-6, atol=1e-6)
+
+
+def masked(logits, labels):
+    return jnp.where(labels > V // 2, of_optax(logits, jnp.where(labels > V // 2, labels, 0)), 0).sum()
+
+
+def with_accuracy_and_z_loss(logits, labels):
+    logits = logits.astype(jnp.float32)
+    correct = logits.argmax(-1) == labels
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return (of_optax(logits, labels) * correct + 1e-2 * z).mean(), correct
+
+
+def twice(logits, labels):
+    return of_optax(logits, labels).mean() + of_log_softmax(logits[..., ::-1], labels).mean(), 0.0
+
+
+@pytest.mark.parametrize(("f", "n"), [(masked, 1), (with_accuracy_and_z_loss, 1), (twice, 2)])
+def test_what_stands_around_a_loss_stays(f, n):
+    logits, labels, _ = numbers(2, 3, dtype=jnp.bfloat16)
+    assert kernels(by_kernels(f), logits, labels) == n
+
+    def grad(f):
+        return jax.grad(lambda logits: jax.tree.leaves(f(logits, labels))[0])(logits)
+
+    for a, b in zip(*(jax.tree.leaves((g(logits, labels), grad(g))) for g in (f, by_kernels(f))), strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (a, b)), rtol=2**-7, atol=1e-6)
+
+
+def without_a_cast(logits, labels):
+    """Its result is rounded to 16 bits."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def clipped(logits, labels):
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(logs, labels[..., None], -1, mode="clip")
+
+
+def with_entropy(logits, labels):
+    """All log-probabilities are needed anyway."""
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(logs, labels[..., None], -1)[..., 0] - (jnp.exp(logs) * logs).sum(-1)
+
+
+def smoothed(logits, labels):
+    soft = optax.smooth_labels(jax.nn.one_hot(labels, V), 0.1)
+    return optax.softmax_cross_entropy(logits.astype(jnp.float32), soft)
+
+
+def of_several_columns(logits, labels):
+    indices = jnp.stack([labels, labels], -1)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), indices, -1).sum(-1)
+
+
+def of_rows(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32).T, labels, axis=0)
+
+
+def of_some(logits, labels):
+    some = jnp.broadcast_to(jnp.arange(V) < V - 3, logits.shape)
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels, where=some)
+
+
+def of_other_logits(logits, labels):
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(2 * logits, labels[..., None], -1).take(0, axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def through_the_maximum(logits, labels):
+    logits = logits.astype(jnp.float32)
+    logs = logits - logits.max(-1, keepdims=True)
+    logs = logs - jnp.log(jnp.exp(logs).sum(-1, keepdims=True))
+    return jnp.take_along_axis(logs, labels[..., None], -1)
+
+
+def of_few_columns(logits, labels):
+    return of_optax(logits[..., : V // 2], labels)
+
+
+def of_odd_columns(logits, labels):
+    return of_optax(logits[..., :-1], labels)
+
+
+def of_small_labels(logits, labels):
+    return of_optax(logits, labels.astype(jnp.int16))
+
+
+ALONE = [
+    without_a_cast, clipped, with_entropy, smoothed, of_several_columns, of_rows, of_some, of_other_logits,
+    through_the_maximum, of_few_columns, of_odd_columns, of_small_labels,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", ALONE)
+def test_what_is_not_exactly_that_loss_is_left_alone(f):
+    logits, labels, _ = numbers(3, dtype=jnp.bfloat16)
+    assert kernels(by_kernels(f), logits, labels) == 0
+    np.testing.assert_array_equal(by_kernels(f)(logits, labels), f(logits, labels))
+
+
+def test_results_that_are_no_arrays():
+    assert by_kernels(lambda logits: (logits.sum(), "text"))(jnp.ones(3))[1] == "text"
+
+
+# ---------------------------------------------------------------- in a step
+
+ROWS, LENGTH, WIDTH = 4, 8, 128
+
+
+class Words(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(V, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.attend(x)
+
+
+class LinenWords(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        return linen.Dense(V)(linen.gelu(linen.Dense(4 * WIDTH)(linen.Embed(V, WIDTH)(tokens))))
+
+
+class Functions:
+    def init(self, rng):
+        return {"table": jax.random.normal(rng, (V, WIDTH)) / 4}
+
+    def loss(self, params, batch, rng):
+        table = params["table"]
+        losses = of_log_softmax(table[batch["inputs"]] @ table.T, batch["labels"])
+        return jzero.Mean(losses.sum(), losses.size)
+
+
+def loss_fn(model, batch):
+    return of_optax(model(batch["inputs"]), batch["labels"]).mean()
+
+
+TOKENS = np.random.default_rng(0).integers(0, V, (2, ROWS, LENGTH)).astype(np.int32)
+BATCH = {"inputs": TOKENS[0], "labels": TOKENS[1]}
+MODELS = {
+    "nnx": lambda: jzero.from_flax(lambda rngs: Words(rngs), loss_fn),
+    "stack": lambda: jzero.from_flax(lambda rngs: Words(rngs), loss_fn, stack="layers"),
+    "linen": lambda: jzero.from_flax(LinenWords(), loss_fn, example_batch=BATCH),
+    "functions": Functions,
+}
+CONFIG = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+CONFIGS = {
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "matmuls": {"activation_checkpointing": {"policy": "matmuls"}},
+    "full": {"activation_checkpointing": {"policy": "full"}},
+}
+
+
+def step_of(model, config, **mesh):
+    mesh = jzero.make_mesh(**mesh, devices=jax.devices()[:2])
+    return jzero.make_train_step(MODELS[model](), CONFIG | config, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [*((model, "plain") for model in MODELS), *(("stack", one) for one in CONFIGS), ("nnx", "zero-3")],
+)
+def test_a_step_by_kernels_is_the_same_step(model, config, monkeypatch):
+    results = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr("jzero.passes.sequential.has_triton", lambda device, on_gpu=on_gpu: on_gpu)
+        step = step_of(model, CONFIGS.get(config, {}), zero=2)
+        assert (KERNEL in step.lower(BATCH).as_text(debug_info=True)) == on_gpu
+        state, metrics = step(step.init(jax.random.key(0)), BATCH)
+        results.append(jax.tree.leaves((metrics["loss"], metrics["grad_norm"], state.params)))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_group_of_devices_keeps_the_loss(monkeypatch):
+    monkeypatch.setattr("jzero.passes.sequential.has_triton", lambda device: True)
+    divided = {"tensor_parallel": {"dimensions": {"kernel": 1}}}
+    assert KERNEL not in step_of("stack", divided, tensor=2, zero=1).lower(BATCH).as_text(debug_info=True)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("model", ["linen", "nnx"])
+def test_the_loss_of_a_step_on_a_gpu_is_two_kernels(model):
+    """No other pass reads or writes logits. GELU and its bias are kernels, although nobody named a stack."""
+    mesh = jzero.make_mesh(devices=gpu_devices("h100", 1))
+    step = jzero.make_train_step(MODELS[model](), CONFIG | {"bf16": {"enabled": True}}, mesh=mesh)
+    text = step.lower(BATCH).compile().as_text()
+    found = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/(softmax_\w+|map_parts)', text)
+    assert sorted(found) == ["map_parts"] * 2 * (model == "linen") + ["softmax_gradient", "softmax_sums"]
+    loops = rf"\[(?:{ROWS},{LENGTH}|{ROWS * LENGTH}),{V}\].* fusion\(.*kind=k(?:Loop|Input)"
+    assert not [line for line in text.split("\nENTRY ")[1].splitlines() if re.search(loops, line)]
