@@ -153,14 +153,17 @@ def fused(f: Callable) -> Callable:
     def run(*args: PyTree) -> PyTree:
         closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
         program, found = Equations(closed), Chains(closed.jaxpr)
+        computed: dict[int, jax.Array] = {}  # by the products of chains
 
         def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
             if not (chain := found.of.get(id(eqn))):
                 return run_equation(eqn, read)
-            *values, weight = read([*(v for v, _ in chain.sources), chain.weight])
-            with source_of(eqn), eqn.ctx.manager:
-                y = mapped_dot_general(chain.f, chain.parts(values), weight, eqn.params["precision"])
-            return [y.reshape(eqn.outvars[0].aval.shape)]
+            if id(eqn) not in computed:
+                xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
+                with source_of(eqn), eqn.ctx.manager:
+                    ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"])
+                computed.update(zip(map(id, chain.products), ys, strict=True))
+            return [computed.pop(id(eqn)).reshape(eqn.outvars[0].aval.shape)]
 
         kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
         outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)

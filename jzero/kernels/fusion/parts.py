@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import jax
@@ -159,40 +159,44 @@ def run_tiles(
     )(*operands)
 
 
-# ------------------------------------------------------------------ and the product after it
+# ------------------------------------------------------------------ and the products after it
 
 
-def mapped_dot_general(f: Elementwise, xs: Sequence[jax.Array], w: jax.Array, precision: Precision = None) -> jax.Array:
-    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and a weight [K, ...], as [M, ...].
+def mapped_dot_general(
+    f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None
+) -> list[jax.Array]:
+    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, ...].
 
     The backward pass keeps xs alone, and computes `f` again where it computes the gradients of xs.
     """
-    y = _product(f, precision, tuple(xs), w.reshape(w.shape[0], -1))
-    return y.reshape(-1, *w.shape[1:])
+    ys = _products(f, precision, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws))
+    return [y.reshape(-1, *w.shape[1:]) for y, w in zip(ys, ws, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(f: Elementwise, precision: Precision, xs: tuple[jax.Array, ...], w: jax.Array) -> jax.Array:
+def _products(f: Elementwise, precision: Precision, xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...]) -> tuple:
     (x,) = map_parts(f, xs, [1])
-    return lax.dot(x[:, 0], w, precision=precision)
+    return tuple(lax.dot(x[:, 0], w, precision=precision) for w in ws)
 
 
-def _forward(f: Elementwise, precision: Precision, xs: tuple, w: jax.Array) -> tuple[jax.Array, tuple]:
-    return _product(f, precision, xs, w), (xs, w)
+def _forward(f: Elementwise, precision: Precision, xs: tuple, ws: tuple) -> tuple[tuple, tuple]:
+    return _products(f, precision, xs, ws), (xs, ws)
 
 
-def _backward(f: Elementwise, precision: Precision, kept: tuple, g: jax.Array) -> tuple[tuple, jax.Array]:
-    xs, w = kept
-    dx = lax.dot_general(g, w, (((1,), (1,)), ((), ())), precision=precision)
+def _backward(f: Elementwise, precision: Precision, kept: tuple, gs: tuple) -> tuple[tuple, tuple]:
+    xs, ws = kept
+    pairs = zip(gs, ws, strict=True)
+    dx = reduce(jnp.add, (lax.dot_general(g, w, (((1,), (1,)), ((), ())), precision=precision) for g, w in pairs))
     counts = [x.shape[1] for x in xs]
     pullback = Pullback(f, tuple(range(sum(counts))))
 
-    # One pass over memory for the gradients of xs and for f(xs), which the gradient of w needs.
+    # One pass over memory for the gradients of xs and for f(xs), which the gradients of ws need.
     def both(*parts: jax.Array) -> list[jax.Array]:
         return [*pullback(*parts), *f(*parts[:-1])]
 
     *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
-    return tuple(dxs), lax.dot_general(x[:, 0], g, (((0,), (0,)), ((), ())), precision=precision)
+    dws = (lax.dot_general(x[:, 0], g, (((0,), (0,)), ((), ())), precision=precision) for g in gs)
+    return tuple(dxs), tuple(dws)
 
 
-_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
