@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jzero._compat import is_constant, own_source
 from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
 from jzero.kernels.fusion.chains import Chains
+from jzero.kernels.fusion.elementwise import is_row
 from jzero.kernels.fusion.parts import mapped_dot_general
-from jzero.kernels.trace import Equation, Read
+from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, inlined, run_equation
 from jzero.tracing.residuals import fewest_bytes, is_cheap
 from jzero.tracing.source_lines import source_of
@@ -153,20 +154,66 @@ def fused(f: Callable) -> Callable:
     def run(*args: PyTree) -> PyTree:
         closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
         program, found = Equations(closed), Chains(closed.jaxpr)
-        computed: dict[int, jax.Array] = {}  # by the products of chains
+        matrices = _Matrices(found)
 
         def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
-            if not (chain := found.of.get(id(eqn))):
+            if not matrices.takes(eqn):
                 return run_equation(eqn, read)
-            if id(eqn) not in computed:
-                xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
-                with source_of(eqn), eqn.ctx.manager:
-                    ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"])
-                computed.update(zip(map(id, chain.products), ys, strict=True))
-            return [computed.pop(id(eqn)).reshape(eqn.outvars[0].aval.shape)]
+            with source_of(eqn), eqn.ctx.manager:
+                return [matrices.run(eqn, read).reshape(eqn.outvars[0].aval.shape)]
 
         kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
         outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
         return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
     return run
+
+
+class _Matrices:
+    """Runs chains, products, and the sums that products are terms of, on matrices [M, N].
+
+    A residual is added to a product of matrices in the end. XLA lets cuBLAS add it, but copies it before if the two
+    have another shape than their sum: it takes the reshaped residual for an array of its own, to be overwritten.
+    """
+
+    def __init__(self, chains: Chains):
+        self._chains, self._known = chains, dict[Variable, jax.Array]()
+        self._sums: set[Variable] = set()
+
+    def takes(self, eqn: Equation) -> bool:
+        """Return whether an equation is a product, or a sum with one."""
+        return self._chains.multiplies(eqn) or self._columns(eqn) > 0
+
+    def _columns(self, eqn: Equation) -> int:
+        """Return the width of the matrices that a sum with a product has as terms; 0: it is no such sum."""
+        terms = [v for v in eqn.invars if not is_constant(v) and v in self._sums]
+        if eqn.primitive.name != "add" or not terms:
+            return 0
+        out, columns = eqn.outvars[0].aval, self._known[terms[0]].shape[1]
+        rows = columns == out.shape[-1]
+        fit = all(not is_constant(v) and (v.aval.shape == out.shape or (rows and is_row(v.aval, out))) for v in eqn.invars)
+        return columns if fit else 0
+
+    def run(self, eqn: Equation, read: Read[jax.Array]) -> jax.Array:
+        """Run an equation that `takes` takes; return its result as a matrix."""
+        (out,), known = eqn.outvars, self._known
+        if chain := self._chains.of.get(id(eqn)):
+            if out not in known:
+                xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
+                ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"])
+                known.update(zip((one.outvars[0] for one in chain.products), ys, strict=True))
+        elif eqn.primitive.name == "dot_general":
+            (w,) = read(eqn.invars[1:])
+            x, flat = self._matrix(eqn.invars[0], len(w), read), w.reshape(len(w), -1)
+            known[out] = jax.lax.dot(x, flat, precision=eqn.params["precision"])
+        else:
+            known[out] = jnp.add(*(self._matrix(v, self._columns(eqn), read) for v in eqn.invars))
+        self._sums.add(out)
+        return known[out]
+
+    def _matrix(self, v: Variable, columns: int, read: Read[jax.Array]) -> jax.Array:
+        """Return the value of a variable as a matrix, the same for all that read it."""
+        if v not in self._known or self._known[v].shape[1] != columns:
+            (x,) = read([v])
+            self._known[v] = x.reshape(-1, columns)
+        return self._known[v]

@@ -63,11 +63,11 @@ class Chains:
                     self._users.setdefault(v, {})[id(eqn)] = eqn
         self.of: dict[int, Chain] = {}
         for eqn in jaxpr.eqns:
-            if id(eqn) not in self.of and self._multiplies(eqn) and (chain := self._chain(eqn)):
+            if id(eqn) not in self.of and self.multiplies(eqn) and (chain := self._chain(eqn)):
                 self.of |= dict.fromkeys(map(id, chain.products), chain)
         self.skipped = frozenset[int]().union(*(chain.skipped for chain in self.of.values()))
 
-    def _multiplies(self, eqn: Equation) -> bool:
+    def multiplies(self, eqn: Equation) -> bool:
         """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes, with a w that fits."""
         if eqn.primitive.name != "dot_general" or is_constant(eqn.invars[1]) or not self._fits(eqn.invars[1]):
             return False
@@ -124,7 +124,7 @@ class Chains:
         """Return the products with the same left factor that can be computed together with this one."""
 
         def fits(eqn: Equation | None) -> bool:
-            if eqn is None or not self._multiplies(eqn) or eqn.invars[0] is not first.invars[0]:
+            if eqn is None or not self.multiplies(eqn) or eqn.invars[0] is not first.invars[0]:
                 return False
             made = self._made.get(eqn.invars[1])  # its weight may not wait for the result of this one
             start = self._order[id(first)]
@@ -138,7 +138,7 @@ class Chains:
     def _adds_up(self, v: Variable) -> bool:
         """Return whether v is the result of a product of the form above, or the sum of two."""
         eqn = self._made.get(v)
-        if eqn is None or self._multiplies(eqn):
+        if eqn is None or self.multiplies(eqn):
             return eqn is not None
         sums = eqn.primitive.name in ("add", "add_any") and not self._plain
         return sums and all(not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars)

@@ -165,12 +165,11 @@ def run_tiles(
 def mapped_dot_general(
     f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None
 ) -> list[jax.Array]:
-    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, ...].
+    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, ...], flat: [M, N].
 
     The backward pass keeps xs alone, and computes `f` again where it computes the gradients of xs.
     """
-    ys = _products(f, precision, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws))
-    return [y.reshape(-1, *w.shape[1:]) for y, w in zip(ys, ws, strict=True)]
+    return list(_products(f, precision, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
