@@ -41,16 +41,17 @@ class Chunk:
         the gradient is taken with respect to `diff`. The state has none, nor have leaves of x that are neither floating
         nor complex. The context is other arguments that do not depend on x: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
+      keep: whether the backward pass keeps the results of functions of one array between products.
       again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
     """
 
     def __init__(
         self, f: Callable, operands: tuple[PyTree, PyTree, PyTree, PyTree], *, split: bool = False,
-        again: Callable[[Equation, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
+        again: Callable[[Equation, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn), keep: bool = False,
     ):  # fmt: skip
         weights, state, x, _ = operands
         if not split:  # a kernel cannot be split in two
-            f = fused(f)
+            f = fused(f, keep)
 
         def forward(weights: PyTree, state: PyTree, x: PyTree, context: PyTree) -> tuple[PyTree, Arrays]:
             (diff, nondiff), (floats, others) = weights, split_floats(x)
@@ -148,13 +149,17 @@ def split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
     return partition(x, jax.tree.map(lambda v: jnp.issubdtype(v.dtype, jnp.inexact), x))
 
 
-def fused(f: Callable) -> Callable:
-    """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`."""
+def fused(f: Callable, keep: bool = False) -> Callable:
+    """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`.
+
+    Args:
+      keep: whether the backward pass keeps the results of functions of one array, GELU's for one.
+    """
 
     def run(*args: PyTree) -> PyTree:
         closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
         program, found = Equations(closed), Chains(closed.jaxpr)
-        matrices = _Matrices(found)
+        matrices = _Matrices(found, keep)
 
         def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
             if not matrices.takes(eqn):
@@ -176,8 +181,8 @@ class _Matrices:
     have another shape than their sum: it takes the reshaped residual for an array of its own, to be overwritten.
     """
 
-    def __init__(self, chains: Chains):
-        self._chains, self._known = chains, dict[Variable, jax.Array]()
+    def __init__(self, chains: Chains, keep: bool):
+        self._chains, self._keep, self._known = chains, keep, dict[Variable, jax.Array]()
         self._sums: set[Variable] = set()
 
     def takes(self, eqn: Equation) -> bool:
@@ -200,7 +205,10 @@ class _Matrices:
         if chain := self._chains.of.get(id(eqn)):
             if out not in known:
                 xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
-                ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"])
+                # GELU of one array is kept: writing it again takes a quarter of its backward kernel's time. Of SwiGLU it
+                # is a sixth, for more memory where most of it goes.
+                keep = self._keep and chain.operands == 1
+                ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"], keep)
                 known.update(zip((one.outvars[0] for one in chain.products), ys, strict=True))
         elif eqn.primitive.name == "dot_general":
             (w,) = read(eqn.invars[1:])

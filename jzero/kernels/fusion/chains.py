@@ -35,6 +35,11 @@ class Chain:
     products: tuple[Equation, ...]
     skipped: frozenset[int]
 
+    @property
+    def operands(self) -> int:
+        """How many arrays [M, N] f reads."""
+        return sum(count for v, (count, _) in self.sources if v.aval.size > v.aval.shape[-1])
+
     def parts(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the values of the sources: of products as [M, P, N], of biases as [1, 1, N]."""
         return [x.reshape(-1, *shape) for x, (_, shape) in zip(values, self.sources, strict=True)]

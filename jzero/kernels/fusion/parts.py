@@ -163,27 +163,29 @@ def run_tiles(
 
 
 def mapped_dot_general(
-    f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None
+    f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None, keep: bool = False
 ) -> list[jax.Array]:
     """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, ...], flat: [M, N].
 
-    The backward pass keeps xs alone, and computes `f` again where it computes the gradients of xs.
+    The backward pass keeps xs, and computes `f` again where it computes the gradients of xs; or it keeps `f` too.
     """
-    return list(_products(f, precision, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws)))
+    return list(_products(f, precision, keep, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _products(f: Elementwise, precision: Precision, xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...]) -> tuple:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _products(
+    f: Elementwise, precision: Precision, keep: bool, xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    return _forward(f, precision, keep, xs, ws)[0]
+
+
+def _forward(f: Elementwise, precision: Precision, keep: bool, xs: tuple, ws: tuple) -> tuple[tuple, tuple]:
     (x,) = map_parts(f, xs, [1])
-    return tuple(lax.dot(x[:, 0], w, precision=precision) for w in ws)
+    return tuple(lax.dot(x[:, 0], w, precision=precision) for w in ws), (xs, ws, x if keep else None)
 
 
-def _forward(f: Elementwise, precision: Precision, xs: tuple, ws: tuple) -> tuple[tuple, tuple]:
-    return _products(f, precision, xs, ws), (xs, ws)
-
-
-def _backward(f: Elementwise, precision: Precision, kept: tuple, gs: tuple) -> tuple[tuple, tuple]:
-    xs, ws = kept
+def _backward(f: Elementwise, precision: Precision, keep: bool, kept: tuple, gs: tuple) -> tuple[tuple, tuple]:
+    xs, ws, x = kept
     pairs = zip(gs, ws, strict=True)
     dx = reduce(jnp.add, (lax.dot_general(g, w, (((1,), (1,)), ((), ())), precision=precision) for g, w in pairs))
     counts = [x.shape[1] for x in xs]
@@ -193,7 +195,10 @@ def _backward(f: Elementwise, precision: Precision, kept: tuple, gs: tuple) -> t
     def both(*parts: jax.Array) -> list[jax.Array]:
         return [*pullback(*parts), *f(*parts[:-1])]
 
-    *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
+    if keep:
+        dxs = map_parts(pullback, [*xs, dx[:, None]], counts)
+    else:
+        *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
     dws = (lax.dot_general(x[:, 0], g, (((0,), (0,)), ((), ())), precision=precision) for g in gs)
     return tuple(dxs), tuple(dws)
 
