@@ -82,21 +82,22 @@ class FusedLinear(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
-        bias = None if self.bias is None else self.bias[...]
+        at = [*accumulate(width for _, width in self.widths)][:-1]
+        bias = None if self.bias is None else self.bias[...].reshape((1,) * (inputs.ndim - 1) + self.bias.shape)
+        # Cut before the product, so that what adds them to its parts can run as one kernel: see `kernels.fusion`.
+        biases = None if bias is None else jnp.split(bias, at, axis=self.cut)
         if hasattr(self, "kernel"):
-            x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+            x, kernel = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
             numbers = (((x.ndim - 1,), (0,)), ((), ()))
             dot_general = self.dot_general or jax.lax.dot_general
             y = dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
         else:
             y = quantized_matmul(self, inputs)
         y = self._adapted(inputs, y)
-        at = [*accumulate(width for _, width in self.widths)][:-1]
         parts = jnp.split(y, at, axis=self.cut)
         # Added to the whole product, XLA writes the bias as an array as large as the product, for cuBLAS to add.
-        if bias is not None:
-            biases = jnp.split(bias.astype(y.dtype), at, axis=self.cut)
-            parts = [part + own for part, own in zip(parts, biases, strict=True)]
+        if biases is not None:
+            parts = [part + own.astype(part.dtype) for part, own in zip(parts, biases, strict=True)]
         return tuple(parts)
 
     def _adapted(self, inputs: jax.Array, y: jax.Array) -> jax.Array:

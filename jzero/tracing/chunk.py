@@ -20,7 +20,7 @@ from jzero._compat import is_constant, own_source
 from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.elementwise import is_row
-from jzero.kernels.fusion.parts import mapped_dot_general
+from jzero.kernels.fusion.parts import divided, mapped_dot_general
 from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, inlined, run_equation
 from jzero.tracing.residuals import fewest_bytes, is_cheap
@@ -165,7 +165,7 @@ def fused(f: Callable, keep: bool = False) -> Callable:
             if not matrices.takes(eqn):
                 return run_equation(eqn, read)
             with source_of(eqn), eqn.ctx.manager:
-                return [matrices.run(eqn, read).reshape(eqn.outvars[0].aval.shape)]
+                return matrices.run(eqn, read)
 
         kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
         outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
@@ -186,8 +186,9 @@ class _Matrices:
         self._sums: set[Variable] = set()
 
     def takes(self, eqn: Equation) -> bool:
-        """Return whether an equation is a product, or a sum with one."""
-        return self._chains.multiplies(eqn) or self._columns(eqn) > 0
+        """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
+        known = id(eqn) in self._chains.divisions or eqn.outvars[0] in self._known
+        return known or self._chains.multiplies(eqn) or self._columns(eqn) > 0
 
     def _columns(self, eqn: Equation) -> int:
         """Return the width of the matrices that a sum with a product has as terms; 0: it is no such sum."""
@@ -199,8 +200,18 @@ class _Matrices:
         fit = all(not is_constant(v) and (v.aval.shape == out.shape or (rows and is_row(v.aval, out))) for v in eqn.invars)
         return columns if fit else 0
 
-    def run(self, eqn: Equation, read: Read[jax.Array]) -> jax.Array:
-        """Run an equation that `takes` takes; return its result as a matrix."""
+    def run(self, eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
+        """Run an equation that `takes` takes."""
+        if division := self._chains.divisions.get(id(eqn)):
+            rows = jnp.stack([row.reshape(-1) for row in read(division.rows)]).reshape(len(eqn.outvars), -1)
+            parts = divided(self._matrix(division.source, rows.size, read), rows)
+            self._known.update(zip(division.results, parts, strict=True))
+            return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
+        if eqn.outvars[0] not in self._known or eqn.primitive.name == "dot_general":
+            self._compute(eqn, read)
+        return [self._known[v].reshape(v.aval.shape) for v in eqn.outvars]
+
+    def _compute(self, eqn: Equation, read: Read[jax.Array]) -> None:
         (out,), known = eqn.outvars, self._known
         if chain := self._chains.of.get(id(eqn)):
             if out not in known:
@@ -217,7 +228,6 @@ class _Matrices:
         else:
             known[out] = jnp.add(*(self._matrix(v, self._columns(eqn), read) for v in eqn.invars))
         self._sums.add(out)
-        return known[out]
 
     def _matrix(self, v: Variable, columns: int, read: Read[jax.Array]) -> jax.Array:
         """Return the value of a variable as a matrix, the same for all that read it."""

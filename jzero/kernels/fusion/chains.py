@@ -45,6 +45,20 @@ class Chain:
         return [x.reshape(-1, *shape) for x, (_, shape) in zip(values, self.sources, strict=True)]
 
 
+class Division(NamedTuple):
+    """A product's result cut into equal parts, with a row added to each: queries, keys and values with their biases.
+
+    Attributes:
+      source: the product's result.
+      rows: [1, ..., N] for each part, or one for all.
+      results: the parts with their rows.
+    """
+
+    source: Variable
+    rows: tuple[Variable, ...]
+    results: tuple[Variable, ...]
+
+
 class Chains:
     """The chains of a program.
 
@@ -55,6 +69,7 @@ class Chains:
     Attributes:
       of: equation of a last product, by identity -> the chain.
       skipped: the equations, by identity, that the chains' functions take the place of.
+      divisions: equation that cuts, by identity -> the division.
     """
 
     def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True, plain: bool = False):
@@ -71,6 +86,8 @@ class Chains:
             if id(eqn) not in self.of and self.multiplies(eqn) and (chain := self._chain(eqn)):
                 self.of |= dict.fromkeys(map(id, chain.products), chain)
         self.skipped = frozenset[int]().union(*(chain.skipped for chain in self.of.values()))
+        cuts = ((id(eqn), self._division(eqn)) for eqn in jaxpr.eqns if eqn.primitive.name == "split")
+        self.divisions = {cut: division for cut, division in cuts if division and cut not in self.skipped}
 
     def multiplies(self, eqn: Equation) -> bool:
         """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes, with a w that fits."""
@@ -147,6 +164,29 @@ class Chains:
             return eqn is not None
         sums = eqn.primitive.name in ("add", "add_any") and not self._plain
         return sums and all(not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars)
+
+    def _division(self, eqn: Equation) -> Division | None:
+        (source,), parts, axis = eqn.invars, tuple(eqn.outvars), eqn.params["axis"]
+        made, shape = self._made.get(source), source.aval.shape
+        # With an odd length attention pads queries, keys and values: their gradients are cut, which XLA does on the way.
+        if made is None or axis < 1 or shape[axis - 1] % 2 or len({v.aval.shape for v in parts}) > 1:
+            return None
+
+        def is_tail(v: Variable, of: Variable) -> bool:
+            shape = (*(1,) * axis, *of.aval.shape[axis:])
+            known = v not in self._made or self._order[id(self._made[v])] < self._order[id(eqn)]
+            return not is_constant(v) and known and v.aval.shape == shape and v.aval.dtype == of.aval.dtype
+
+        if made.primitive.name == "add" and len(self._users[source]) == 1:
+            product, row = made.invars
+            return Division(product, (row,), parts) if self._adds_up(product) and is_tail(row, source) else None
+        sums = [user for v in parts for user in self._users.get(v, {}).values()]
+        if not self._adds_up(source) or [one and one.primitive.name for one in sums] != ["add"] * len(parts):
+            return None
+        terms = [one.invars for one in sums if one]
+        if any(a is not v or not is_tail(row, v) for (a, row), v in zip(terms, parts, strict=True)):
+            return None
+        return Division(source, tuple(row for _, row in terms), tuple(one.outvars[0] for one in sums if one))
 
     def _part(self, v: Variable, eqn: Equation, ndim: int) -> _Part | None:
         """Return v as an equal part of what adds up, if it is one: all of it, [..., P N] or [..., P, N] split."""
