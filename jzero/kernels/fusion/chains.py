@@ -96,7 +96,7 @@ class Chains:
         x, w, y = (v.aval for v in (*eqn.invars, *eqn.outvars))
         form = form_of(eqn.params["dimension_numbers"], (x.ndim, w.ndim), 1)
         alike = x.dtype == w.dtype == y.dtype and x.dtype.itemsize == 2
-        return alike and y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
+        return alike and x.size * y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
 
     def _chain(self, first: Equation) -> Chain | None:
         """Return the chain of which this is the first of the last products, if it is one."""

@@ -69,8 +69,8 @@ _primitive = function_primitive("map_parts", _kernel)
 # SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles half as large are as fast. GELU
 # of [32768, 3072] takes 120 us forward, and 132 in tiles half as large.
 TILE, COLUMNS = 2048, 512  # elements of a part, at most as many columns
-# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop, so that there
-# are enough programs.
+# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop, or half as many
+# if there are few programs.
 SUM_TILE, SUM_COLUMNS, STEPS, PROGRAMS = 1024, 1024, 32, 1024
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
@@ -93,8 +93,8 @@ def _tile(shape: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> tuple[i
     (m, _, n), sums = shape, any(rows == 1 for rows, *_ in results)
     columns = min(n & -n, SUM_COLUMNS if sums else COLUMNS)  # a power of two that divides n
     rows = (SUM_TILE if sums else TILE) // columns
-    most = min(STEPS, (m & -m) // rows, m * n // (rows * columns * PROGRAMS))
-    return rows, columns, max(1, most) if sums else 1
+    steps = STEPS if m * n >= rows * columns * STEPS * PROGRAMS else STEPS // 2
+    return rows, columns, max(1, min(steps, (m & -m) // rows)) if sums else 1
 
 
 def tiled_map_parts(f: Callable, *xs: jax.Array, results: Sequence[tuple[int, ...]]) -> list[jax.Array]:
