@@ -218,7 +218,8 @@ class _Matrices:
                 xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
                 # GELU of one array is kept: writing it again takes a quarter of its backward kernel's time. Of SwiGLU it
                 # is a sixth, for more memory where most of it goes.
-                keep = self._keep and chain.operands == 1
+                # With adapters the weights have no gradients, which leaves memory.
+                keep = self._keep and (chain.operands == 1 or len(chain.products) > 1)
                 ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"], keep)
                 known.update(zip((one.outvars[0] for one in chain.products), ys, strict=True))
         elif eqn.primitive.name == "dot_general":
