@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49862,
+    "lines": 50042,
     "files": 271,
-    "statements": 29283,
+    "statements": 29397,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

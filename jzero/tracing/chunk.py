@@ -20,7 +20,7 @@ from jzero._compat import is_constant, own_source
 from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.elementwise import is_row
-from jzero.kernels.fusion.parts import divided, mapped_dot_general
+from jzero.kernels.fusion.parts import cut_with_rows, mapped_dot_general
 from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, inlined, run_equation
 from jzero.tracing.residuals import fewest_bytes, is_cheap
@@ -197,14 +197,16 @@ class _Matrices:
             return 0
         out, columns = eqn.outvars[0].aval, self._known[terms[0]].shape[1]
         rows = columns == out.shape[-1]
-        fit = all(not is_constant(v) and (v.aval.shape == out.shape or (rows and is_row(v.aval, out))) for v in eqn.invars)
+        fit = all(
+            not is_constant(v) and (v.aval.shape == out.shape or (rows and is_row(v.aval, out))) for v in eqn.invars
+        )
         return columns if fit else 0
 
     def run(self, eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
         """Run an equation that `takes` takes."""
         if division := self._chains.divisions.get(id(eqn)):
             rows = jnp.stack([row.reshape(-1) for row in read(division.rows)]).reshape(len(eqn.outvars), -1)
-            parts = divided(self._matrix(division.source, rows.size, read), rows)
+            parts = cut_with_rows(self._matrix(division.source, rows.size, read), rows)
             self._known.update(zip(division.results, parts, strict=True))
             return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
         if eqn.outvars[0] not in self._known or eqn.primitive.name == "dot_general":
@@ -216,8 +218,8 @@ class _Matrices:
         if chain := self._chains.of.get(id(eqn)):
             if out not in known:
                 xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
-                # GELU of one array is kept: writing it again takes a quarter of its backward kernel's time. Of SwiGLU it
-                # is a sixth, for more memory where most of it goes.
+                # GELU, of one array, is kept: to write it again is a quarter of its backward kernel's traffic. Of
+                # SwiGLU it is a sixth, and more memory.
                 # With adapters the weights have no gradients, which leaves memory.
                 keep = self._keep and (chain.operands == 1 or len(chain.products) > 1)
                 ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"], keep)

@@ -37,7 +37,7 @@ class Chain:
 
     @property
     def operands(self) -> int:
-        """How many arrays [M, N] f reads."""
+        """The number of arrays [M, N] that f reads."""
         return sum(count for v, (count, _) in self.sources if v.aval.size > v.aval.shape[-1])
 
     def parts(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -136,7 +136,9 @@ class Chains:
         skipped = {*inside, *map(id, views)}
         own = {*counts, *parts, *(v for eqn in (*inside.values(), *views) for v in eqn.outvars)}
         users = skipped.union(map(id, products))
-        if any(eqn.invars[1] in own for eqn in products) or any(not self._users.get(v, {}).keys() <= users for v in own):
+        if any(eqn.invars[1] in own for eqn in products) or any(
+            not self._users.get(v, {}).keys() <= users for v in own
+        ):
             return None
         f = Elementwise(tuple(inside.values()), (*(operands[at] for at in order), *biases), x)
         sources = tuple((v, (count, x.aval.shape[-1])) for v, count in [*counts.items(), *((v, 1) for v in biases)])
@@ -163,12 +165,14 @@ class Chains:
         if eqn is None or self.multiplies(eqn):
             return eqn is not None
         sums = eqn.primitive.name in ("add", "add_any") and not self._plain
-        return sums and all(not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars)
+        return sums and all(
+            not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars
+        )
 
     def _division(self, eqn: Equation) -> Division | None:
         (source,), parts, axis = eqn.invars, tuple(eqn.outvars), eqn.params["axis"]
         made, shape = self._made.get(source), source.aval.shape
-        # With an odd length attention pads queries, keys and values: their gradients are cut, which XLA does on the way.
+        # With an odd length attention pads queries, keys and values: XLA cuts their gradients on the way.
         if made is None or axis < 1 or shape[axis - 1] % 2 or len({v.aval.shape for v in parts}) > 1:
             return None
 

@@ -69,8 +69,8 @@ _primitive = function_primitive("map_parts", _kernel)
 # SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles half as large are as fast. GELU
 # of [32768, 3072] takes 120 us forward, and 132 in tiles half as large.
 TILE, COLUMNS = 2048, 512  # elements of a part, at most as many columns
-# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop, or half as many
-# if there are few programs.
+# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop; half as many
+# with few programs.
 SUM_TILE, SUM_COLUMNS, STEPS, PROGRAMS = 1024, 1024, 32, 1024
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
@@ -161,7 +161,7 @@ def run_tiles(
 
 
 @jax.custom_vjp
-def divided(y: jax.Array, rows: jax.Array) -> list[jax.Array]:
+def cut_with_rows(y: jax.Array, rows: jax.Array) -> list[jax.Array]:
     """Cut [M, P N] into P parts [M, N], and add one of the rows [P, N] to each.
 
     The backward pass joins the gradients and sums each over its rows in one pass. XLA takes one for each of them.
@@ -178,7 +178,7 @@ def _joined(_: None, gradients: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return dy.reshape(len(dy), -1), sums[0]
 
 
-divided.defvjp(lambda y, rows: (divided(y, rows), None), _joined)
+cut_with_rows.defvjp(lambda y, rows: (cut_with_rows(y, rows), None), _joined)
 
 
 # ------------------------------------------------------------------ and the products after it
@@ -187,7 +187,7 @@ divided.defvjp(lambda y, rows: (divided(y, rows), None), _joined)
 def mapped_dot_general(
     f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None, keep: bool = False
 ) -> list[jax.Array]:
-    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, ...], flat: [M, N].
+    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, N].
 
     The backward pass keeps xs, and computes `f` again where it computes the gradients of xs; or it keeps `f` too.
     """
