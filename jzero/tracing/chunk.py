@@ -187,7 +187,7 @@ class _Matrices:
 
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
-        known = id(eqn) in self._chains.divisions or eqn.outvars[0] in self._known
+        known = id(eqn) in self._chains.biased_cuts or eqn.outvars[0] in self._known
         return known or self._chains.multiplies(eqn) or self._columns(eqn) > 0
 
     def _columns(self, eqn: Equation) -> int:
@@ -204,10 +204,10 @@ class _Matrices:
 
     def run(self, eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
         """Run an equation that `takes` takes."""
-        if division := self._chains.divisions.get(id(eqn)):
-            rows = jnp.stack([row.reshape(-1) for row in read(division.rows)]).reshape(len(eqn.outvars), -1)
-            parts = cut_with_rows(self._matrix(division.source, rows.size, read), rows)
-            self._known.update(zip(division.results, parts, strict=True))
+        if cut := self._chains.biased_cuts.get(id(eqn)):
+            rows = jnp.stack([row.reshape(-1) for row in read(cut.rows)]).reshape(len(eqn.outvars), -1)
+            parts = cut_with_rows(self._matrix(cut.source, rows.size, read), rows)
+            self._known.update(zip(cut.results, parts, strict=True))
             return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
         if eqn.outvars[0] not in self._known or eqn.primitive.name == "dot_general":
             self._compute(eqn, read)

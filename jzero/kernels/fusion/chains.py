@@ -45,7 +45,7 @@ class Chain:
         return [x.reshape(-1, *shape) for x, (_, shape) in zip(values, self.sources, strict=True)]
 
 
-class Division(NamedTuple):
+class BiasedCut(NamedTuple):
     """A product's result cut into equal parts, with a row added to each: queries, keys and values with their biases.
 
     Attributes:
@@ -69,7 +69,7 @@ class Chains:
     Attributes:
       of: equation of a last product, by identity -> the chain.
       skipped: the equations, by identity, that the chains' functions take the place of.
-      divisions: equation that cuts, by identity -> the division.
+      biased_cuts: equation that cuts, by identity -> the cut.
     """
 
     def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True, plain: bool = False):
@@ -86,8 +86,8 @@ class Chains:
             if id(eqn) not in self.of and self.multiplies(eqn) and (chain := self._chain(eqn)):
                 self.of |= dict.fromkeys(map(id, chain.products), chain)
         self.skipped = frozenset[int]().union(*(chain.skipped for chain in self.of.values()))
-        cuts = ((id(eqn), self._division(eqn)) for eqn in jaxpr.eqns if eqn.primitive.name == "split")
-        self.divisions = {cut: division for cut, division in cuts if division and cut not in self.skipped}
+        cuts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "split" and id(eqn) not in self.skipped]
+        self.biased_cuts = {id(eqn): cut for eqn in cuts if (cut := self._biased_cut(eqn))}
 
     def multiplies(self, eqn: Equation) -> bool:
         """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes, with a w that fits."""
@@ -169,7 +169,7 @@ class Chains:
             not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars
         )
 
-    def _division(self, eqn: Equation) -> Division | None:
+    def _biased_cut(self, eqn: Equation) -> BiasedCut | None:
         (source,), parts, axis = eqn.invars, tuple(eqn.outvars), eqn.params["axis"]
         made, shape = self._made.get(source), source.aval.shape
         # With an odd length attention pads queries, keys and values: XLA cuts their gradients on the way.
@@ -183,14 +183,14 @@ class Chains:
 
         if made.primitive.name == "add" and len(self._users[source]) == 1:
             product, row = made.invars
-            return Division(product, (row,), parts) if self._adds_up(product) and is_tail(row, source) else None
+            return BiasedCut(product, (row,), parts) if self._adds_up(product) and is_tail(row, source) else None
         sums = [user for v in parts for user in self._users.get(v, {}).values()]
         if not self._adds_up(source) or [one and one.primitive.name for one in sums] != ["add"] * len(parts):
             return None
         terms = [one.invars for one in sums if one]
         if any(a is not v or not is_tail(row, v) for (a, row), v in zip(terms, parts, strict=True)):
             return None
-        return Division(source, tuple(row for _, row in terms), tuple(one.outvars[0] for one in sums if one))
+        return BiasedCut(source, tuple(row for _, row in terms), tuple(one.outvars[0] for one in sums if one))
 
     def _part(self, v: Variable, eqn: Equation, ndim: int) -> _Part | None:
         """Return v as an equal part of what adds up, if it is one: all of it, [..., P N] or [..., P, N] split."""
