@@ -108,6 +108,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks_KG: jax.Array | None = None,
+    length: int | None = None,
 ) -> jax.Array:
     """Compute grouped-query attention [B, S, H, C]. With a soft cap or sinks it runs on XLA's kernel, on GPUs too.
 
@@ -120,6 +121,7 @@ def attend(
       softcap: bounds the scores: softcap * tanh(score / softcap).
       sinks_KG: one more score of each head, of no key: the weights of the keys add to less than 1 (Xiao et al.,
         arXiv:2309.17453; GPT-OSS).
+      length: all rows are padded after as many positions.
     """
     if softcap is not None or sinks_KG is not None:
         S, T = q_BSHC.shape[1], k_BTKC.shape[1]
@@ -128,8 +130,10 @@ def attend(
         return _in_xla(q_BSHC, k_BTKC, v_BTKC, visible_B1ST, scale, softcap, sinks_KG).astype(q_BSHC.dtype)
     if choice == FLASH and causal and mask_B1ST is not None:  # packed documents, padded prompts
         choice = "auto"
+    lengths_B = None if length is None else jnp.full(len(q_BSHC), length, jnp.int32)
     return attention(
         q_BSHC, k_BTKC, v_BTKC, mask=mask_B1ST, scale=scale, is_causal=causal,
+        query_seq_lengths=lengths_B, key_value_seq_lengths=lengths_B,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="xla" if q_BSHC.shape[1] == 1 else choice,  # one token attends to a cache
     )  # fmt: skip

@@ -39,6 +39,7 @@ class BlockConfig:
     causal: ClassVar[bool]
     pre_norm: ClassVar[bool]  # norms before attention and feed-forward layers; otherwise after the sums
     activation: ClassVar[Any]  # a function
+    row_length: ClassVar[int | None] = None  # rows are padded after as many positions; None: they are not
 
     def __post_init__(self):
         if self.d_model % self.num_heads:
@@ -80,7 +81,8 @@ class Attention(nnx.Module):
         self, q_BSHC: jax.Array, k_BTHC: jax.Array, v_BTHC: jax.Array, mask_B1ST: jax.Array | None,
         causal: bool = False,
     ) -> jax.Array:  # fmt: skip
-        o_BSHC = attend(q_BSHC, k_BTHC, v_BTHC, mask_B1ST, choice=self.config.attention, causal=causal)
+        c = self.config
+        o_BSHC = attend(q_BSHC, k_BTHC, v_BTHC, mask_B1ST, choice=c.attention, causal=causal, length=c.row_length)
         return self.out(o_BSHC.reshape(*o_BSHC.shape[:2], -1))
 
 

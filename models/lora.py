@@ -82,21 +82,39 @@ class FusedLinear(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
-        bias = None if self.bias is None else self.bias[...]
+        at = [*accumulate(width for _, width in self.widths)][:-1]
+        bias = None if self.bias is None else self.bias[...].reshape((1,) * (inputs.ndim - 1) + self.bias.shape)
+        # Cut before the product, so that what adds them to its parts can run as one kernel: see `kernels.fusion`.
+        biases = None if bias is None else jnp.split(bias, at, axis=self.cut)
         if hasattr(self, "kernel"):
-            x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+            x, kernel = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
             numbers = (((x.ndim - 1,), (0,)), ((), ()))
             dot_general = self.dot_general or jax.lax.dot_general
             y = dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
         else:
             y = quantized_matmul(self, inputs)
-        at = [*accumulate(width for _, width in self.widths)][:-1]
+        y = self._adapted(inputs, y)
         parts = jnp.split(y, at, axis=self.cut)
         # Added to the whole product, XLA writes the bias as an array as large as the product, for cuBLAS to add.
-        if bias is not None:
-            biases = jnp.split(bias.astype(y.dtype), at, axis=self.cut)
-            parts = [part + own for part, own in zip(parts, biases, strict=True)]
-        return tuple(_adapted(self, name, inputs, part) for (name, _), part in zip(self.widths, parts, strict=True))
+        if biases is not None:
+            parts = [part + own.astype(part.dtype) for part, own in zip(parts, biases, strict=True)]
+        return tuple(parts)
+
+    def _adapted(self, inputs: jax.Array, y: jax.Array) -> jax.Array:
+        """Add the products of all adapters as one: rows of B are zero in the columns of other modules.
+
+        XLA lets cuBLAS add it to the product with the kernel; one for each module would be a pass over memory each.
+        """
+        shape, cut, before, pairs = y.shape[inputs.ndim - 1 :], y.ndim - inputs.ndim + 1 + self.cut, 0, []
+        for name, width in self.widths:
+            if adapter := getattr(self, name, None):
+                b = adapter.lora_b[...]
+                b = b.reshape(len(b), *shape[:cut], width, *shape[cut + 1 :])
+                around = [(0, 0, 0)] * b.ndim
+                around[1 + cut] = before, shape[cut] - width - before, 0
+                pairs.append((adapter.lora_a[...], jax.lax.pad(b, jnp.zeros((), b.dtype), around)))
+            before += width
+        return y + _low_rank(self, inputs, *map(_joined, (1, 0), zip(*pairs, strict=True))) if pairs else y
 
 
 class LoRALinear(nnx.Linear):
@@ -114,7 +132,8 @@ class LoRALinear(nnx.Linear):
         else:
             y = quantized_matmul(self, inputs)
             y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
-        return _adapted(self, self.name, inputs, y)
+        adapter = getattr(self, self.name, None)
+        return y if adapter is None else y + _low_rank(self, inputs, adapter.lora_a[...], adapter.lora_b[...])
 
 
 def _add_adapters(
@@ -126,9 +145,13 @@ def _add_adapters(
             setattr(module, name, nnx.LoRA(d_in, lora.r, width, a_initializer=start_a, rngs=rngs))
 
 
-def _adapted(module: Any, name: str, inputs: jax.Array, y: jax.Array) -> jax.Array:
-    adapter = getattr(module, name, None)
-    return y if adapter is None else y + module.scale * adapter(inputs).reshape(y.shape)
+def _low_rank(module: Any, inputs: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Compute scale * inputs a b, for b [r, ...]; the scale has no pass over the wide result of its own."""
+    return jnp.tensordot(inputs @ a * module.scale, b, 1)
+
+
+def _joined(axis: int, xs: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(xs, axis)
 
 
 def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50034,
+    "lines": 50213,
     "files": 273,
-    "statements": 29387,
+    "statements": 29503,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

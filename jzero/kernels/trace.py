@@ -60,13 +60,13 @@ def program_of(eqn: Equation) -> ClosedJaxpr:
     return closed_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
-def users_of(jaxpr: Jaxpr) -> dict[Variable, set[int]]:
-    """Return the equations, by identity, that read each variable; 0 stands for the program's results."""
-    users: dict[Variable, set[int]] = {}
-    for user, variables in [*((id(eqn), eqn.invars) for eqn in jaxpr.eqns), (0, jaxpr.outvars)]:
+def users_of(jaxpr: Jaxpr) -> dict[Variable, dict[int, Equation | None]]:
+    """Return the equations that read each variable, by identity; None stands for the program's results."""
+    users: dict[Variable, dict[int, Equation | None]] = {}
+    for eqn, variables in [*((eqn, eqn.invars) for eqn in jaxpr.eqns), (None, jaxpr.outvars)]:
         for v in variables:
             if not is_constant(v):
-                users.setdefault(v, set()).add(user)
+                users.setdefault(v, {})[id(eqn)] = eqn
     return users
 
 

@@ -164,7 +164,7 @@ def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: b
         return arrays(block(fetch(pair), x, key))
 
     def forward(pair: Any, x: Any, key: jax.Array | None) -> tuple[Any, _Residuals]:
-        chunk = Chunk(function, (pair, (), (x, key), ()), again=again)
+        chunk = Chunk(function, (pair, (), (x, key), ()), again=again, keep=layer)
         (y, _), kept = chunk.forward(pair, (), (x, key), ())
         return y, _Residuals(pair, kept, chunk)
 

@@ -103,7 +103,7 @@ class _Chained:
     def __init__(self, group: ModelGroup, jaxpr: Jaxpr, known: dict[Variable, ShardedArray]):
         self._group, self._known, self._links = group, known, dict[Variable, matmul.GradientLink]()
         alone = group.size == 1
-        self.chains = Chains(jaxpr, lambda v: alone and v in known and isinstance(known[v].x, Quantized), False)
+        self.chains = Chains(jaxpr, lambda v: alone and v in known and isinstance(known[v].x, Quantized), True)
         self._sources = {v for chain in self.chains.of.values() for v, _ in chain.sources}
 
     def takes(self, eqn: Equation) -> bool:

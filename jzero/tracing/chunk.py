@@ -38,16 +38,17 @@ class Chunk:
         the gradient is taken with respect to `diff`. The state has none, nor have leaves of x that are neither floating
         nor complex. The context is other arguments that do not depend on x: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
+      keep: whether the backward pass keeps the results of functions of one array between products.
       again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
     """
 
     def __init__(
         self, f: Callable, operands: tuple[PyTree, PyTree, PyTree, PyTree], *, split: bool = False,
-        again: Callable[[Equation, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn),
+        again: Callable[[Equation, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn), keep: bool = False,
     ):  # fmt: skip
         weights, state, x, _ = operands
         if not split:  # a kernel cannot be split in two
-            f = fused(f)
+            f = fused(f, keep=keep)
 
         def forward(weights: PyTree, state: PyTree, x: PyTree, context: PyTree) -> tuple[PyTree, Arrays]:
             (diff, nondiff), (floats, others) = weights, split_floats(x)

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
+from jzero._compat import is_constant
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.cross_entropies import cross_entropies
-from jzero.kernels.fusion.parts import mapped_dot_general
-from jzero.kernels.trace import Equation, Read
+from jzero.kernels.fusion.elementwise import is_row
+from jzero.kernels.fusion.parts import cut_with_rows, mapped_dot_general
+from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, run_equation
 from jzero.tracing.source_lines import source_of
 from jzero.tree import PyTree
 
 
-def fused(f: Callable, *, chains: bool = True, losses: bool = False) -> Callable:
+def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool = False) -> Callable:
     """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`.
 
     Args:
       chains: whether it does that.
+      keep: whether the backward pass keeps the results of functions of one array, GELU's for one.
       losses: whether it runs cross-entropies by `kernels.softmax`.
     """
 
@@ -29,21 +33,85 @@ def fused(f: Callable, *, chains: bool = True, losses: bool = False) -> Callable
         except TypeError:
             return f(*args)  # a result that is no array has a better error where it is used
         program, found = Equations(closed), Chains(closed.jaxpr, lambda _: chains)
+        matrices = _Matrices(found, keep)
         ends = cross_entropies(closed.jaxpr) if losses else {}
 
         def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
             if loss := ends.get(id(eqn)):
                 with source_of(eqn), eqn.ctx.manager:
                     return [loss(*read([loss.logits, loss.labels]))]
-            if not (chain := found.of.get(id(eqn))):
+            if not (chains and matrices.takes(eqn)):
                 return run_equation(eqn, read)
-            *values, weight = read([*(v for v, _ in chain.sources), chain.weight])
             with source_of(eqn), eqn.ctx.manager:
-                y = mapped_dot_general(chain.f, chain.parts(values), weight, eqn.params["precision"])
-            return [y.reshape(eqn.outvars[0].aval.shape)]
+                return matrices.run(eqn, read)
 
         kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
         outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
         return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
     return run
+
+
+class _Matrices:
+    """Runs chains, products, and the sums that products are terms of, on matrices [M, N].
+
+    A residual is added to a product of matrices in the end. XLA lets cuBLAS add it, but copies it before if the two
+    have another shape than their sum: it takes the reshaped residual for an array of its own, to be overwritten.
+    """
+
+    def __init__(self, chains: Chains, keep: bool):
+        self._chains, self._keep, self._known = chains, keep, dict[Variable, jax.Array]()
+        self._sums: set[Variable] = set()
+
+    def takes(self, eqn: Equation) -> bool:
+        """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
+        known = id(eqn) in self._chains.biased_cuts or eqn.outvars[0] in self._known
+        return known or self._chains.multiplies(eqn) or self._columns(eqn) > 0
+
+    def _columns(self, eqn: Equation) -> int:
+        """Return the width of the matrices that a sum with a product has as terms; 0: it is no such sum."""
+        terms = [v for v in eqn.invars if not is_constant(v) and v in self._sums]
+        if eqn.primitive.name != "add" or not terms:
+            return 0
+        out, columns = eqn.outvars[0].aval, self._known[terms[0]].shape[1]
+        rows = columns == out.shape[-1]
+        fit = all(
+            not is_constant(v) and (v.aval.shape == out.shape or (rows and is_row(v.aval, out))) for v in eqn.invars
+        )
+        return columns if fit else 0
+
+    def run(self, eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
+        """Run an equation that `takes` takes."""
+        if cut := self._chains.biased_cuts.get(id(eqn)):
+            rows = jnp.stack([row.reshape(-1) for row in read(cut.rows)]).reshape(len(eqn.outvars), -1)
+            parts = cut_with_rows(self._matrix(cut.source, rows.size, read), rows)
+            self._known.update(zip(cut.results, parts, strict=True))
+            return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
+        if eqn.outvars[0] not in self._known or eqn.primitive.name == "dot_general":
+            self._compute(eqn, read)
+        return [self._known[v].reshape(v.aval.shape) for v in eqn.outvars]
+
+    def _compute(self, eqn: Equation, read: Read[jax.Array]) -> None:
+        (out,), known = eqn.outvars, self._known
+        if chain := self._chains.of.get(id(eqn)):
+            if out not in known:
+                xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
+                # GELU, of one array, is kept: to write it again is a quarter of its backward kernel's traffic. Of
+                # SwiGLU it is a sixth, and more memory.
+                keep = self._keep and chain.operands == 1
+                ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"], keep)
+                known.update(zip((one.outvars[0] for one in chain.products), ys, strict=True))
+        elif eqn.primitive.name == "dot_general":
+            (w,) = read(eqn.invars[1:])
+            x, flat = self._matrix(eqn.invars[0], len(w), read), w.reshape(len(w), -1)
+            known[out] = jax.lax.dot(x, flat, precision=eqn.params["precision"])
+        else:
+            known[out] = jnp.add(*(self._matrix(v, self._columns(eqn), read) for v in eqn.invars))
+        self._sums.add(out)
+
+    def _matrix(self, v: Variable, columns: int, read: Read[jax.Array]) -> jax.Array:
+        """Return the value of a variable as a matrix, the same for all that read it."""
+        if v not in self._known or self._known[v].shape[1] != columns:
+            (x,) = read([v])
+            self._known[v] = x.reshape(-1, columns)
+        return self._known[v]

@@ -20,7 +20,7 @@ from jzero.tracing.equations import operations
 from jzero.tracing.fused import fused
 from models.llama import Llama, LlamaConfig
 
-M, K, F = 24, 16, 32
+M, K, F, R = 24, 16, 32, 8
 BF16 = 2.0**-8
 
 
@@ -64,6 +64,28 @@ def scaled(x, w, scale, down):
     return (jnp.tanh(x @ w * scale) + scale) @ down
 
 
+def adapted(x, gate_up, a, b, down, c, d):
+    """SwiGLU with low-rank adapters."""
+    gate, up = jnp.split(x @ gate_up + x @ a @ b, 2, axis=-1)
+    hidden = jax.nn.silu(gate) * up
+    return hidden @ down + hidden @ c @ d
+
+
+def together(q, k, v):
+    return jnp.tanh(q) * k + v
+
+
+def cut_then_biased(x, w, bias):
+    """As queries, keys and values of `models/`."""
+    rows = jnp.split(bias[None, None], 3, axis=2)
+    parts = jnp.split(jnp.einsum("...k,kpf->...pf", x, w), 3, axis=2)
+    return together(*((part + row).squeeze(2) for part, row in zip(parts, rows, strict=True)))
+
+
+def biased_then_cut(x, w, bias):
+    return together(*jnp.split(x @ w + bias, 3, axis=-1))
+
+
 def numbers(*shapes, dtype=jnp.bfloat16, seed=0):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype) for shape in shapes]
@@ -79,6 +101,10 @@ SHAPES = {
     biased_exact: [(2, M, K), (K, F), (F,), (F, K)],
     two_biases: [(2, M, K), (K, F), (K, F), (F,), (F,), (F, K)],
     scaled: [(2, M, K), (K, F), (F,), (F, K)],
+    # Larger: most of the error is that of roundings between the products, with or without a chain.
+    cut_then_biased: [(2, 4 * M, 4 * K), (4 * K, 3, 4 * K), (3, 4 * K)],
+    biased_then_cut: [(2, 4 * M, 4 * K), (4 * K, 12 * K), (12 * K,)],
+    adapted: [(2, 8 * M, 4 * K), (4 * K, 8 * F), (4 * K, R), (R, 8 * F), (4 * F, 4 * K), (4 * F, R), (R, 4 * K)],
 }
 
 
@@ -101,7 +127,7 @@ CHOSEN = [*product(SHAPES, [jnp.bfloat16]), (halves, jnp.float16), (biased, jnp.
 
 @pytest.mark.parametrize(("f", "dtype"), keep(VALUES, CHOSEN), ids=lambda value: value.__name__)
 def test_values_and_gradients_against_float64(f, dtype):
-    args, (g,) = numbers(*SHAPES[f], dtype=dtype), numbers((2, M, K), dtype=dtype, seed=1)
+    args, (g,) = numbers(*SHAPES[f], dtype=dtype), numbers(SHAPES[f][0], dtype=dtype, seed=1)
     assert "custom_vjp_call" in primitives(fused(f), *args)  # else this compared a function with itself
     found = gradients(fused(f), args, g)
     with jax.enable_x64(True):
@@ -115,7 +141,7 @@ def test_values_and_gradients_against_float64(f, dtype):
 def test_a_single_row_has_no_bias():
     """A bias of it would have the shape of an array."""
     args = numbers((1, K), *SHAPES[biased][1:])
-    assert primitives(fused(biased), *args) == primitives(biased, *args)
+    assert "custom_vjp_call" not in primitives(fused(biased), *args)
 
 
 def test_a_product_of_one_row_is_no_part():
@@ -126,7 +152,7 @@ def test_a_product_of_one_row_is_no_part():
 
     shapes = [(2, 64, 256), (1, 1, 256), (256, 512), (256, 512), (512, 256)]
     trace = jax.make_jaxpr(conditioned)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
-    assert not Chains(trace.jaxpr, biases=False).of
+    assert not Chains(trace.jaxpr, plain=True).of
     assert len(Chains(trace.jaxpr).of) == 1
 
 
@@ -151,8 +177,8 @@ def test_layers_of_flax_are_found(module, approximate):
         def f(weights, x):
             return down.apply(weights[1], nnx.gelu(up.apply(weights[0], x), approximate=approximate))
 
-    wide = [eqn for eqn in jax.make_jaxpr(fused(f))(weights, x).eqns if eqn.outvars[0].aval.shape == (2, M, F)]
-    assert [eqn.primitive.name for eqn in wide] == ["dot_general"]
+    wide = [eqn for eqn in jax.make_jaxpr(fused(f))(weights, x).eqns if eqn.outvars[0].aval.size == 2 * M * F]
+    assert [eqn.primitive.name for eqn in wide if eqn.primitive.name != "reshape"] == ["dot_general"]
 
 
 def test_float32_is_left_to_xla():
@@ -231,6 +257,16 @@ def with_a_wide_bias(x, w, down):
     return jnp.tanh((x @ w).astype(jnp.float32) + jnp.arange(F, dtype=jnp.float32)).astype(x.dtype) @ down
 
 
+def with_two_precisions(x, w, down):
+    hidden = jnp.tanh(x @ w)
+    return hidden @ down + jnp.matmul(hidden, down, precision="highest")
+
+
+def with_a_weight_that_waits(x, w, down):
+    hidden = jnp.tanh(x @ w)
+    return hidden @ (hidden @ down)[0, :, :1].repeat(F // M + 1, 0)[:F]
+
+
 def of_biases_alone(x, w, down):
     return jnp.tanh(w[:1]) @ down
 
@@ -241,14 +277,15 @@ def empty(x, w, down):
 
 ALONE = [
     used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array, as_in_fp8, as_in_fp16, closed_over,
-    with_itself, with_its_own_maximum, with_a_wide_bias, of_biases_alone, empty,
+    with_itself, with_its_own_maximum, with_a_wide_bias, with_two_precisions, with_a_weight_that_waits, of_biases_alone,
+    empty,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("f", ALONE)
 def test_what_is_not_between_two_products_alone_is_left_alone(f):
     args = numbers(*SHAPES[gelu])
-    assert primitives(fused(f), *args) == primitives(f, *args)
+    assert "custom_vjp_call" not in primitives(fused(f), *args)
 
 
 # ---------------------------------------------------------------- compiled for GPUs

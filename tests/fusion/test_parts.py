@@ -64,9 +64,7 @@ def test_what_is_not_finite_stays_in_its_place(bad, monkeypatch):
         assert not kept[3][0, 0, 5]
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(1, 1, 512)], [(7, 1, 512)], [(64, 1, 192)], [(64, 3, 512)], [(2**20, 1, 4096)]], ids=str
-)
+@pytest.mark.parametrize("shapes", [[(1, 1, 512)], [(7, 1, 512)], [(64, 1, 192)], [(2**20, 1, 4096)]], ids=str)
 @pytest.mark.parametrize("row", [False, True], ids=["", "row"])
 def test_shapes_that_the_kernel_does_not_take(shapes, row):
     assert not parts.supports_elementwise(shapes, [shapes[0], *[(1, *shapes[0][1:])] * row])

@@ -1,7 +1,9 @@
-"""Finds products whose result goes through an elementwise function into another product, and nowhere else.
+"""Finds products whose result goes through an elementwise function into other products, and nowhere else.
 
 SwiGLU is one, and GELU of a product and a bias. The function is then one kernel in the forward pass, and one in the
 backward pass (`fusion.parts`). In fp8 nothing between the products is written in the compute dtype (`fp8.matmul`).
+
+With low-rank adapters, sums of two products go in, which cuBLAS adds up in the second one, and two products come out.
 """
 
 from __future__ import annotations
@@ -19,23 +21,42 @@ from jzero.kernels.trace import Equation, Jaxpr, Variable, users_of
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """An equation `f(parts of the sources) w`.
+    """Equations `f(parts of the sources) w`, one for each of some w.
 
     Attributes:
       f: of the parts, in the order of the sources.
-      sources: results of products, and biases [1, ..., N]; with the shape [P, N] of the parts of a row of each.
-      weight: the variable of w.
-      skipped: the equations, by identity, that are a part of it.
+      sources: results of products or their sums, and biases [1, ..., N]; with the shape [P, N] of the parts of a row.
+      products: these equations, in order.
+      skipped: the equations, by identity, that f takes the place of.
     """
 
     f: Elementwise
     sources: tuple[tuple[Variable, tuple[int, int]], ...]
-    weight: Variable
+    products: tuple[Equation, ...]
     skipped: frozenset[int]
+
+    @property
+    def operands(self) -> int:
+        """The number of arrays [M, N] that f reads."""
+        return sum(count for v, (count, _) in self.sources if v.aval.size > v.aval.shape[-1])
 
     def parts(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the values of the sources: of products as [M, P, N], of biases as [1, 1, N]."""
         return [x.reshape(-1, *shape) for x, (_, shape) in zip(values, self.sources, strict=True)]
+
+
+class BiasedCut(NamedTuple):
+    """A product's result cut into equal parts, with a row added to each: queries, keys and values with their biases.
+
+    Attributes:
+      source: the product's result.
+      rows: [1, ..., N] for each part, or one for all.
+      results: the parts with their rows.
+    """
+
+    source: Variable
+    rows: tuple[Variable, ...]
+    results: tuple[Variable, ...]
 
 
 class Chains:
@@ -43,32 +64,39 @@ class Chains:
 
     Args:
       fits: tells whether the product with a variable may be the first or the last of a chain.
-      biases: whether chains may have some.
+      plain: whether a chain has one last product, no biases, and no sums of products.
 
     Attributes:
-      of: equation of the last product, by identity -> the chain.
-      skipped: the equations, by identity, that are a part of a chain.
+      of: equation of a last product, by identity -> the chain.
+      skipped: the equations, by identity, that the chains' functions take the place of.
+      biased_cuts: equation that cuts, by identity -> the cut.
     """
 
-    def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True, biases: bool = True):
-        self._fits, self._biases = fits, biases
+    def __init__(self, jaxpr: Jaxpr, fits: Callable[[Variable], bool] = lambda weight: True, plain: bool = False):
+        self._fits, self._plain = fits, plain
         self._made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         self._users = users_of(jaxpr)
-        found = ((id(eqn), self._chain(eqn)) for eqn in jaxpr.eqns if self._multiplies(eqn))
-        self.of = {last: chain for last, chain in found if chain}
+        self.of: dict[int, Chain] = {}
+        for eqn in jaxpr.eqns:
+            if id(eqn) not in self.of and self.multiplies(eqn) and (chain := self._chain(eqn)):
+                self.of |= dict.fromkeys(map(id, chain.products), chain)
         self.skipped = frozenset[int]().union(*(chain.skipped for chain in self.of.values()))
+        cuts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "split" and id(eqn) not in self.skipped]
+        self.biased_cuts = {id(eqn): cut for eqn in cuts if (cut := self._biased_cut(eqn))}
 
-    def _multiplies(self, eqn: Equation) -> bool:
+    def multiplies(self, eqn: Equation) -> bool:
         """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes, with a w that fits."""
         if eqn.primitive.name != "dot_general" or is_constant(eqn.invars[1]) or not self._fits(eqn.invars[1]):
             return False
         x, w, y = (v.aval for v in (*eqn.invars, *eqn.outvars))
         form = form_of(eqn.params["dimension_numbers"], (x.ndim, w.ndim), 1)
         alike = x.dtype == w.dtype == y.dtype and x.dtype.itemsize == 2
-        return alike and y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
+        return alike and x.size * y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
 
-    def _chain(self, last: Equation) -> Chain | None:
-        x, weight = last.invars
+    def _chain(self, first: Equation) -> Chain | None:
+        """Return the chain of which this is the first of the last products, if it is one."""
+        x, products = first.invars[0], self._alike(first)
         inside: dict[int, Equation] = {}  # the elementwise equations, in order
         parts: dict[Variable, _Part] = {}
         biases: dict[Variable, None] = {}
@@ -78,7 +106,7 @@ class Chains:
             eqn = self._made.get(v)
             if v in parts or id(eqn) in inside:
                 return True
-            if self._biases and is_row(v.aval, x.aval):
+            if not self._plain and is_row(v.aval, x.aval):
                 biases[v] = None
                 return True
             if eqn is None:
@@ -86,13 +114,13 @@ class Chains:
             if part := self._part(v, eqn, x.aval.ndim):
                 parts[v] = part
                 whole = v.aval.shape == x.aval.shape  # and no row [1, ..., N]
-                return whole and part.source.aval.dtype == dtype and self._multiplies(self._made[part.source])
+                return whole and part.source.aval.dtype == dtype
             if not is_elementwise(eqn, dtype) or not all(visit(u) for u in eqn.invars if not is_constant(u)):
                 return False
             inside[id(eqn)] = eqn
             return True
 
-        dtype = last.outvars[0].aval.dtype
+        dtype = first.outvars[0].aval.dtype
         if not visit(x) or not inside or not parts:
             return None
         counts = {part.source: part.parts for part in parts.values()}
@@ -103,15 +131,66 @@ class Chains:
         views = [eqn for part in parts.values() for eqn in part.views]
         skipped = {*inside, *map(id, views)}
         own = {*counts, *parts, *(v for eqn in (*inside.values(), *views) for v in eqn.outvars)}
-        if weight in own or any(not self._users.get(v, set()) <= skipped | {id(last)} for v in own):
+        users = skipped.union(map(id, products))
+        if any(eqn.invars[1] in own for eqn in products) or any(
+            not self._users.get(v, {}).keys() <= users for v in own
+        ):
             return None
         f = Elementwise(tuple(inside.values()), (*(operands[at] for at in order), *biases), x)
         sources = tuple((v, (count, x.aval.shape[-1])) for v, count in [*counts.items(), *((v, 1) for v in biases)])
-        return Chain(f, sources, weight, frozenset(skipped))
+        return Chain(f, sources, products, frozenset(skipped))
+
+    def _alike(self, first: Equation) -> tuple[Equation, ...]:
+        """Return the products with the same left factor that can be computed together with this one."""
+
+        def fits(eqn: Equation | None) -> bool:
+            if eqn is None or not self.multiplies(eqn) or eqn.invars[0] is not first.invars[0]:
+                return False
+            made = self._made.get(eqn.invars[1])  # its weight may not wait for the result of this one
+            start = self._order[id(first)]
+            known = self._order[id(eqn)] >= start and (made is None or self._order[id(made)] < start)
+            return known and eqn.params["precision"] == first.params["precision"]
+
+        if self._plain:
+            return (first,)
+        return tuple(eqn for eqn in self._users[first.invars[0]].values() if eqn and fits(eqn))
+
+    def _adds_up(self, v: Variable) -> bool:
+        """Return whether v is the result of a product of the form above, or the sum of two."""
+        eqn = self._made.get(v)
+        if eqn is None or self.multiplies(eqn):
+            return eqn is not None
+        sums = eqn.primitive.name in ("add", "add_any") and not self._plain
+        return sums and all(
+            not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars
+        )
+
+    def _biased_cut(self, eqn: Equation) -> BiasedCut | None:
+        (source,), parts, axis = eqn.invars, tuple(eqn.outvars), eqn.params["axis"]
+        made, shape = self._made.get(source), source.aval.shape
+        # With an odd length attention pads queries, keys and values: XLA cuts their gradients on the way.
+        if made is None or axis < 1 or shape[axis - 1] % 2 or len({v.aval.shape for v in parts}) > 1:
+            return None
+
+        def is_tail(v: Variable, of: Variable) -> bool:
+            shape = (*(1,) * axis, *of.aval.shape[axis:])
+            known = v not in self._made or self._order[id(self._made[v])] < self._order[id(eqn)]
+            return not is_constant(v) and known and v.aval.shape == shape and v.aval.dtype == of.aval.dtype
+
+        if made.primitive.name == "add" and len(self._users[source]) == 1:
+            product, row = made.invars
+            return BiasedCut(product, (row,), parts) if self._adds_up(product) and is_tail(row, source) else None
+        sums = [user for v in parts for user in self._users.get(v, {}).values()]
+        if not self._adds_up(source) or [one and one.primitive.name for one in sums] != ["add"] * len(parts):
+            return None
+        terms = [one.invars for one in sums if one]
+        if any(a is not v or not is_tail(row, v) for (a, row), v in zip(terms, parts, strict=True)):
+            return None
+        return BiasedCut(source, tuple(row for _, row in terms), tuple(one.outvars[0] for one in sums if one))
 
     def _part(self, v: Variable, eqn: Equation, ndim: int) -> _Part | None:
-        """Return v as an equal part of a product's result, if it is one: all of it, [..., P N] or [..., P, N] split."""
-        if eqn.primitive.name == "dot_general" and v.aval.ndim == ndim:
+        """Return v as an equal part of what adds up, if it is one: all of it, [..., P N] or [..., P, N] split."""
+        if self._adds_up(v) and v.aval.ndim == ndim:
             return _Part(v, 0, 1, ())
         squeeze = eqn if eqn.primitive.name == "squeeze" else None
         piece = squeeze.invars[0] if squeeze else v
@@ -121,7 +200,7 @@ class Chains:
         source, axis = split.invars[0], split.params["axis"]
         along = axis - source.aval.ndim
         cut = along == -2 and tuple(squeeze.params["dimensions"]) == (axis,) if squeeze else along == -1
-        if not cut or source not in self._made or self._made[source].primitive.name != "dot_general":
+        if not cut or not self._adds_up(source):
             return None
         views = (split, squeeze) if squeeze else (split,)
         return _Part(source, list(split.outvars).index(piece), len(split.outvars), views)

@@ -56,7 +56,7 @@ def cross_entropies(jaxpr: Jaxpr) -> dict[int, CrossEntropy]:
             if not eqn.outvars or not match.same(template.outvars[0], eqn.outvars[0]):
                 continue
             inner = {v for one in match.inside.values() if one is not eqn for v in one.outvars}
-            if all(users[v] <= match.inside.keys() | dead for v in inner):
+            if all(users[v].keys() <= match.inside.keys() | dead for v in inner):
                 logits, labels = (match.of[v] for v in template.invars)
                 found[id(eqn)] = CrossEntropy(form, _narrow(logits, made), labels)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import jax
@@ -69,8 +69,9 @@ _primitive = function_primitive("map_parts", _kernel)
 # SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles half as large are as fast. GELU
 # of [32768, 3072] takes 120 us forward, and 132 in tiles half as large.
 TILE, COLUMNS = 2048, 512  # elements of a part, at most as many columns
-# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop.
-SUM_TILE, SUM_COLUMNS, STEPS = 1024, 1024, 32
+# With sums over rows: so many columns that each thread has its own, and at most as many tiles in a loop; half as many
+# with few programs.
+SUM_TILE, SUM_COLUMNS, STEPS, PROGRAMS = 1024, 1024, 32, 1024
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
 
@@ -84,8 +85,7 @@ def supports_elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[
 def fit(shapes: Sequence[tuple[int, ...]], rows: int, columns: int) -> bool:
     """Return whether a Triton kernel can cut arrays [m, p, n] into tiles [rows, p, columns]."""
     (m, _, n), parts = shapes[0], [p for _, p, _ in shapes]
-    fits = m % rows == 0 and n % columns == 0 and m * n * max(parts) < 2**31
-    return fits and all(p & (p - 1) == 0 for p in parts)  # the sizes of Triton's blocks are powers of two
+    return m % rows == 0 and n % columns == 0 and m * n * max(parts) < 2**31
 
 
 def _tile(shape: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> tuple[int, int, int]:
@@ -93,7 +93,8 @@ def _tile(shape: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> tuple[i
     (m, _, n), sums = shape, any(rows == 1 for rows, *_ in results)
     columns = min(n & -n, SUM_COLUMNS if sums else COLUMNS)  # a power of two that divides n
     rows = (SUM_TILE if sums else TILE) // columns
-    return rows, columns, max(1, min(STEPS, (m & -m) // rows)) if sums else 1
+    steps = STEPS if m * n >= rows * columns * STEPS * PROGRAMS else STEPS // 2
+    return rows, columns, max(1, min(steps, (m & -m) // rows)) if sums else 1
 
 
 def tiled_map_parts(f: Callable, *xs: jax.Array, results: Sequence[tuple[int, ...]]) -> list[jax.Array]:
@@ -159,40 +160,69 @@ def run_tiles(
     )(*operands)
 
 
-# ------------------------------------------------------------------ and the product after it
+@jax.custom_vjp
+def cut_with_rows(y: jax.Array, rows: jax.Array) -> list[jax.Array]:
+    """Cut [M, P N] into P parts [M, N], and add one of the rows [P, N] to each.
 
-
-def mapped_dot_general(f: Elementwise, xs: Sequence[jax.Array], w: jax.Array, precision: Precision = None) -> jax.Array:
-    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and a weight [K, ...], as [M, ...].
-
-    The backward pass keeps xs alone, and computes `f` again where it computes the gradients of xs.
+    The backward pass joins the gradients and sums each over its rows in one pass. XLA takes one for each of them.
     """
-    y = _product(f, precision, tuple(xs), w.reshape(w.shape[0], -1))
-    return y.reshape(-1, *w.shape[1:])
+    parts = y.reshape(len(y), *rows.shape)
+    return [parts[:, i] + row for i, row in enumerate(rows)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(f: Elementwise, precision: Precision, xs: tuple[jax.Array, ...], w: jax.Array) -> jax.Array:
+def _joined(_: None, gradients: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def f(*parts: jax.Array) -> list[jax.Array]:
+        return [*parts, *(x.sum(0, keepdims=True) for x in parts)]
+
+    dy, sums = map_parts(f, [g[:, None] for g in gradients], [len(gradients)] * 2)
+    return dy.reshape(len(dy), -1), sums[0]
+
+
+cut_with_rows.defvjp(lambda y, rows: (cut_with_rows(y, rows), None), _joined)
+
+
+# ------------------------------------------------------------------ and the products after it
+
+
+def mapped_dot_general(
+    f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None, keep: bool = False
+) -> list[jax.Array]:
+    """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, N].
+
+    The backward pass keeps xs, and computes `f` again where it computes the gradients of xs; or it keeps `f` too.
+    """
+    return list(_products(f, precision, keep, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _products(
+    f: Elementwise, precision: Precision, keep: bool, xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    return _forward(f, precision, keep, xs, ws)[0]
+
+
+def _forward(f: Elementwise, precision: Precision, keep: bool, xs: tuple, ws: tuple) -> tuple[tuple, tuple]:
     (x,) = map_parts(f, xs, [1])
-    return lax.dot(x[:, 0], w, precision=precision)
+    return tuple(lax.dot(x[:, 0], w, precision=precision) for w in ws), (xs, ws, x if keep else None)
 
 
-def _forward(f: Elementwise, precision: Precision, xs: tuple, w: jax.Array) -> tuple[jax.Array, tuple]:
-    return _product(f, precision, xs, w), (xs, w)
-
-
-def _backward(f: Elementwise, precision: Precision, kept: tuple, g: jax.Array) -> tuple[tuple, jax.Array]:
-    xs, w = kept
-    dx = lax.dot_general(g, w, (((1,), (1,)), ((), ())), precision=precision)
+def _backward(f: Elementwise, precision: Precision, keep: bool, kept: tuple, gs: tuple) -> tuple[tuple, tuple]:
+    xs, ws, x = kept
+    pairs = zip(gs, ws, strict=True)
+    dx = reduce(jnp.add, (lax.dot_general(g, w, (((1,), (1,)), ((), ())), precision=precision) for g, w in pairs))
     counts = [x.shape[1] for x in xs]
     pullback = Pullback(f, tuple(range(sum(counts))))
 
-    # One pass over memory for the gradients of xs and for f(xs), which the gradient of w needs.
+    # One pass over memory for the gradients of xs and for f(xs), which the gradients of ws need.
     def both(*parts: jax.Array) -> list[jax.Array]:
         return [*pullback(*parts), *f(*parts[:-1])]
 
-    *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
-    return tuple(dxs), lax.dot_general(x[:, 0], g, (((0,), (0,)), ((), ())), precision=precision)
+    if keep:
+        dxs = map_parts(pullback, [*xs, dx[:, None]], counts)
+    else:
+        *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
+    dws = (lax.dot_general(x[:, 0], g, (((0,), (0,)), ((), ())), precision=precision) for g in gs)
+    return tuple(dxs), tuple(dws)
 
 
-_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
