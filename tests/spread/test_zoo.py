@@ -112,6 +112,7 @@ OWN = {  # name: (model, batch, table)
         {"x": FLOAT((BATCH, SEQUENCE, 32))},
         {"up/kernel": 1, "up/bias": 0, "down/kernel": 0},
     ),
+    "odd": (lambda: model("bert"), {key: x[:, 1:] for key, x in batches("bert")[0].items()}, DIMENSIONS["bert"]),
 }
 IN_A_STEP = ["llama", "llama, packed", "mixture", "gpt2", "bert", "vit", "nnx", "linen", "dropout", "layers"]
 
@@ -129,18 +130,19 @@ def moved_in_layers(name):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_a_layer_of_fused_weights_moves_as_megatrons(name):
+@pytest.mark.parametrize(("name", "length"), [("llama", SEQUENCE), ("gpt2", SEQUENCE), ("bert", SEQUENCE), ("vit", 18)])
+def test_a_layer_of_fused_weights_moves_as_megatrons(name, length):
     """Two all-gathers and two reduce-scatters of an activation forward, and as many backward; nothing else."""
-    activation, kinds = BATCH * SEQUENCE * WIDTH * 4, ("all-gather", "reduce-scatter")
+    activation, kinds = BATCH * length * WIDTH * 4, ("all-gather", "reduce-scatter")
     expected = {(part, kind, activation): 2 * LAYERS for part in ("forward", "backward") for kind in kinds}
     assert moved_in_layers(name) == expected
 
 
 def test_a_layer_of_an_odd_sequence_sums_instead():
-    """A ViT's 17 tokens are whole on each device: two all-reduces a layer and direction, as in Megatron."""
-    sums = {(part, "all-reduce", BATCH * 17 * WIDTH * 4): 2 * LAYERS for part in ("forward", "backward")}
-    assert moved_in_layers("vit") == sums
+    """It is whole on each device: two all-reduces a layer and direction, as in Megatron."""
+    activation = BATCH * (SEQUENCE - 1) * WIDTH * 4
+    sums = {(part, "all-reduce", activation): 2 * LAYERS for part in ("forward", "backward")}
+    assert moved_in_layers("odd") == sums
 
 
 # ------------------------------------------------------------------ what a train step refuses
