@@ -18,7 +18,6 @@ from flax import nnx
 import jzero
 from experiments.show import finish, options, read_config
 from experiments.text import BYTES
-from models.blocks import run
 from models.gpt2 import GPT2, GPT2Config
 from models.vit import ViT, ViTConfig
 
@@ -39,7 +38,7 @@ class Towers(nnx.Module):
         self.log_scale = nnx.Param(jnp.log(1 / 0.07))
 
     def __call__(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden = self.text.norm(run(self.text.stack, self.text.prefix({"inputs": batch["captions"]})))
+        hidden = self.text.norm(self.text.through(self.text.prefix({"inputs": batch["captions"]})))
         return unit(self.image(batch["images"])), unit(self.project(hidden[:, -1]))
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jzero.errors import ConfigError
 
 from .decoder_config import DecoderConfig
 from .downloads import ADVICE, Download
-from .families import ACTIVATIONS, FAMILIES, KEYS, MEANINGS, Family, decoder_config
-from .latent import latent_json
+from .families import FAMILIES, Family, decoder_config
 from .layer_patterns import patterns_json
 from .lora import adapters_table
-from .moe_families import NAMES, dense_json, mixture_json
+from .moe_families import dense_json, mixture_json
 from .rope_json import rope_json
 from .tensor_names import tensor_rows
 
@@ -21,7 +21,15 @@ FUTURE = "num_nextn_predict_layers"
 # Keys of a config.json that concern the training alone, and what is said of them in the run report.
 LEFT_OUT = {
     **dict.fromkeys(
-        ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout"),
+        (
+            "attention_dropout",
+            "hidden_dropout",
+            "embd_pdrop",
+            "attn_pdrop",
+            "resid_pdrop",
+            "embedding_dropout",
+            "residual_dropout",
+        ),
         "decoders have no dropout; it is left out",
     ),
     "aux_loss_alpha": "this loss is left out, as in transformers; mixture.balance sets a balance loss",
@@ -44,7 +52,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
     if config.lora and config.lora.quantized:
         return None, ["weights in files have jzero's own names: these are quantised"]
-    if config.mixture and config.family not in NAMES:
+    if config.mixture and "mixture.width" not in family.keys:
         return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
     content = config_json(config, family)
     wrong = _lost(config, content)
@@ -56,13 +64,17 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "head_dim",  # the tensors' shapes imply it
         "rope_parameters",  # its entries are compared individually
         "max_window_layers",
+        "n_inner",  # null is 4 * n_embd
     ]  # fmt: skip
     if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
         may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
     if FUTURE in family.absent:  # files may have more of these layers than the model
         may_differ += [FUTURE]
     if config.activation == "gelu_tanh":
-        may_differ += ["hidden_act"]  # it has two names, and older downloads of Gemma call it gelu
+        may_differ += [
+            "hidden_act",
+            "activation_function",
+        ]  # two names; older downloads of Gemma call it gelu
     if config.rope_scaling:
         may_differ += ["rope_scaling"]  # likewise
     if config.window is None:
@@ -130,33 +142,39 @@ def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
 def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the content of a config.json, for `transformers` 4 and 5."""
     c, there = config, config.download.config if config.download else {}
-    kept = there.get("hidden_act", "")
-    kept = kept if ACTIVATIONS.get(kept) == c.activation else None
-    plain = c.head_width is None and there.get("head_dim", 0) is None
-    content = {
-        "architectures": [family.architecture],
-        "model_type": c.family,
-        "head_dim": None if plain else c.head_dim,
-        "hidden_act": kept or next(key for key, kind in ACTIVATIONS.items() if kind == c.activation),
-        **family.needs,
-    }
-    for field_, key in {**KEYS, **family.keys}.items():
-        value, (key, power) = getattr(c, field_), (key, 1) if isinstance(key, str) else key
-        if (c.family, field_) in MEANINGS:
-            value = value is not None
-        if field_ == "attention_scale" and value is None:
-            value = c.head_dim**-0.5
-        if power != 1 and value is not None:
-            value = round(value ** (1 / power), 9)
-            value = int(value) if value.is_integer() else value  # transformers refuses 24.0
-        content[key] = value
+    content = {"architectures": [family.architecture], "model_type": c.family, **family.needs}
+    keys = family.all_keys
+    for path, key in keys.items():
+        group, _, field = path.rpartition(".")
+        part = getattr(c, group) if group else c
+        key, change = (key, 1) if isinstance(key, str) else key
+        content |= {} if part is None else {key: _value(part, field, change, there.get(key))}
     if "attn_logit_softcapping" in content:
         content["hidden_activation"] = content["hidden_act"]
-    content["hidden_size"] = c.d_model
-    content |= latent_json(c.latent) if c.latent else {}
+    content[keys["d_model"]] = c.d_model  # embed_scale has this key too
     content |= {FUTURE: c.future_layers} if FUTURE in family.absent else {}
-    if not c.download:
-        content |= {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}  # RoPE has no limit
+    content |= {} if c.download else {"bos_token_id": None, "eos_token_id": None}
+    if c.max_positions:
+        return content
+    plain = c.head_width is None and there.get("head_dim", 0) is None
+    content["head_dim"] = None if plain else c.head_dim
+    content |= {"head_dim": c.latent.rotated, "qk_head_dim": c.head_dim} if c.latent else {}
+    content |= {} if c.download else {"max_position_embeddings": 4096}  # RoPE has no limit
     if c.mixture:
-        content |= {**mixture_json(c.family, c.mixture, there), **dense_json(c, there)}
+        dense = dense_json(c.dense_layers, c.num_layers, family.dense, there)
+        content |= {**mixture_json(c.family, c.mixture, there), **dense}
     return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)
+
+
+def _value(c: Any, field: str, change: float | Mapping[Any, Any], kept: Any) -> Any:
+    """Return what config.json has of a field; of two names for one value, the one that a download has."""
+    value = getattr(c, field)
+    if isinstance(change, Mapping):
+        names = [name for name, stands_for in change.items() if stands_for == value]
+        return kept if kept in names else names[0] if names else False
+    if field == "attention_scale" and value is None:
+        value = c.head_dim**-0.5
+    if change == 1 or value is None:
+        return value
+    value = round(value ** (1 / change), 9)
+    return int(value) if value.is_integer() else value  # transformers refuses 24.0

@@ -25,18 +25,19 @@ from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
 from .attention import Cache, Carry, Decoding, Hidden, KVCache
-from .batches import column
 from .config_json import weights_table
 from .decoder_attention import linear_of
-from .decoder_block import Block, LayerGroup, times
+from .decoder_block import LayerGroup, times
 from .decoder_config import DecoderConfig
 from .moe import METRICS
 from .mtp import FutureLayer, ahead
 from .norms import make_norm
-from .vocabulary import check_tokens
+from .rope import learned_positions
+from .transformer import Transformer, plain, stacked
+from .vocabulary import check_tokens, column
 
 
-class Decoder(nnx.Module):
+class Decoder(Transformer):
     """The decoder as prefix (embedding), stack (blocks) and suffix (norm, head, loss).
 
     A batch is {"inputs": [B, S] int32, "labels": [B, S] int32}: labels[i] is the token after inputs[i]; negative labels
@@ -46,18 +47,12 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = c = config
         self.embed = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.vocab_rows, c.d_model)))
-
+        if c.max_positions:
+            self.positions = nnx.Param(nnx.initializers.normal(0.01)(rngs.params(), (c.max_positions, c.d_model)))
         first, group = c.layer_ranges
         if first:
             self.first = LayerGroup(map(c.of_layer, first), rngs=rngs)
-
-        @nnx.split_rngs(splits=len(group[0]))
-        @nnx.vmap
-        def blocks(rngs: nnx.Rngs) -> Block | LayerGroup:
-            configs = [c.of_layer(numbers[0]) for numbers in group]
-            return LayerGroup(configs, rngs=rngs) if len(group) > 1 else Block(*configs, rngs=rngs)
-
-        self.stack = blocks(rngs)  # each parameter has a leading layer axis
+        self.stack = stacked([c.of_layer(numbers[0]) for numbers in group], len(group[0]), rngs)
         self.norm = make_norm(c, rngs)
         if not c.tied:
             self.head = linear_of(c, c.d_model, c.vocab_rows, "lm_head", rngs)
@@ -65,16 +60,20 @@ class Decoder(nnx.Module):
             self.future = nnx.List([FutureLayer(c, rngs=rngs) for _ in range(c.future_layers)])
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
-        x_BSD, layer = self.embedded(column(batch, "inputs", "the decoder")), self.first_layer
+        tokens_BS, layer, positions = column(batch, "inputs"), self.first_layer, None
         segments_BS = batch.get("segments")
+        if self.config.max_positions:
+            positions = learned_positions(tokens_BS.shape[1], self.config.max_positions, segments_BS)
+        x_BSD = self.embedded(tokens_BS, positions)
         metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.config.mixture else None
-        plain = segments_BS is None and layer is None and metrics is None
-        x = x_BSD if plain else Carry(x_BSD, segments_BS, layer, metrics)
+        alone = segments_BS is None and layer is None and metrics is None
+        x = x_BSD if alone else Carry(x_BSD, segments_BS, layer, metrics)
         return self.first(x) if hasattr(self, "first") else x
 
-    def embedded(self, tokens_BS: jax.Array) -> jax.Array:
+    def embedded(self, tokens_BS: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         with jax.named_scope("embed"):
             x_BSD = vocab_parallel.embed(self.embed[...], tokens_BS)
+            x_BSD = x_BSD if positions is None else x_BSD + self.positions[...][positions]
         return times(x_BSD, self.config.embed_scale)
 
     @property
@@ -106,7 +105,7 @@ class Decoder(nnx.Module):
 
     def future_loss(self, carry: Carry, batch: dict[str, jax.Array]) -> tuple[jax.Array, Carry]:
         """Sum the mean of the future layers' losses [], as the main loss over the same count (eq. 24 and 25)."""
-        tokens_BS, labels_BS = (column(batch, name, "the decoder") for name in ("inputs", "labels"))
+        tokens_BS, labels_BS = (column(batch, name) for name in ("inputs", "labels"))
         losses, carry = [], carry._replace(x_BSD=self.norm(carry.x_BSD))
         for depth, layer in enumerate(self.future):
             tokens, labels = ahead(tokens_BS, labels_BS, carry.segments_BS, depth + 1)
@@ -115,7 +114,7 @@ class Decoder(nnx.Module):
         return sum(losses) / len(losses), carry
 
     def cross_entropy(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
-        return self.loss_of(self.final(x_BSD), column(batch, "labels", "the decoder"))
+        return self.loss_of(self.final(x_BSD), column(batch, "labels"))
 
     def loss_of(self, x_BSD: jax.Array, labels_BS: jax.Array) -> Mean:
         c = self.config
@@ -126,8 +125,8 @@ class Decoder(nnx.Module):
 
     def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:
         """Compute the logits [B, S, vocab_size] in float32 from the stack's output."""
-        x_BSD, cap = x.x_BSD if isinstance(x, Carry) else x, self.config.logit_softcap
-        logits = vocab_parallel.logits(self.final(x_BSD), self.head_DV).astype(jnp.float32)
+        cap = self.config.logit_softcap
+        logits = vocab_parallel.logits(self.final(plain(x)), self.head_DV).astype(jnp.float32)
         logits = logits[..., : self.config.vocab_size]
         return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -137,6 +136,8 @@ class Decoder(nnx.Module):
 
     def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
         """Make the empty cache of a layer of the stack for generation, see `jzero.model`."""
+        if most := self.config.max_positions:
+            learned_positions(length, most)  # checks the length
         group = [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[1]]
         return group if len(group) > 1 else group[0]
 
@@ -152,7 +153,8 @@ class Decoder(nnx.Module):
     def decode_prefix(
         self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None, cache: Sequence[Cache]
     ) -> tuple[Decoding, Sequence[Cache]]:
-        x = Decoding(self.embedded(tokens_BS), column, padding_B, self.first_layer)
+        x = Decoding(tokens_BS, column, padding_B, self.first_layer)
+        x = x._replace(x_BSD=self.embedded(tokens_BS, x.positions_BS if self.config.max_positions else None))
         return self.first.decode(x, cache) if cache else (x, cache)
 
     def decode_suffix(self, x: Decoding) -> jax.Array:
@@ -176,10 +178,12 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism: for evaluation and generation."""
-        graph, layers = nnx.split(self.stack)
-        x = self.prefix({"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS}))
-        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
-        return self.outputs(x)
+        batch = {"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS})
+        return self.outputs(self.through(self.prefix(batch)))
+
+    @property
+    def block(self) -> DecoderConfig:
+        return self.config
 
     @property
     def head_DV(self) -> jax.Array:
@@ -193,51 +197,3 @@ class Decoder(nnx.Module):
     def vocabulary(self) -> dict[str, int]:
         """{parameter: its vocabulary dimension}: a pipeline divides these among its stages."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
-
-    @property
-    def divided(self) -> dict[str, dict[str, int]]:
-        """{mesh axis: {regular expression: the dimension that it divides}}: heads, feed-forward width, vocabulary.
-
-        Key-value heads are divided together with their queries, gate together with up.
-        """
-        c, table = self.config, {"qkv/kernel": 1, "qkv/bias": 0, "attention/out/kernel": 0}
-        if c.latent:
-            table = {"attention/(q|kv)_up/kernel": 1, "attention/out/kernel": 0}
-        if c.mixture:
-            table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
-            table |= {"mlp/gate_up_bias": 2} if c.mixture.biases else {}
-            table |= {"mlp/shared_gate_up": 2, "mlp/shared_down": 0} if c.mixture.shared else {}
-        if c.gated and (c.dense_layers or not c.mixture):
-            table |= {"gate_up/kernel": 2, "gate_up/bias": 1, "mlp/down/kernel": 0}
-        elif not c.gated:
-            table |= {"mlp/up/kernel": 1, "mlp/up/bias": 0, "mlp/down/kernel": 0}
-        table |= {"attention/sinks": 0} if c.sinks else {}
-        table |= {"attention/[qk]_norm/scale": 0} if c.qk_norm in ("each", "all") else {}
-        without = [name for name, has in (("qkv/bias", c.qkv_bias), ("mlp/up/bias", c.mlp_bias)) if not has]
-        without += [] if c.mlp_bias else ["gate_up/bias"]
-        table = {name: dim for name, dim in table.items() if name not in without}
-        for name in c.lora.target_modules if c.lora else ():
-            table |= {f"{name}/lora_a": 0} if name in ("o_proj", "down_proj") else {f"{name}/lora_b": 1}
-        experts = {"expert": {"mlp/(gate_up|gate_up_bias|down)$": 0}} if c.mixture else {}
-        return {"tensor": table | self.vocabulary} | experts
-
-    @property
-    def fused_matrices(self) -> dict[str, tuple]:
-        """The cuts of the parameters that contain several matrices, see `jzero.model`."""
-        if self.config.lora and self.config.lora.quantized:
-            return {}  # frozen, so no optimizer sees them
-        cuts = dict[str, tuple]()
-        for path, numbers in self.config.layer_paths.items():
-            c = self.config.of_layer(numbers[0])
-            if m := c.latent:
-                cuts[f"{path}/attention/kv_down/kernel"] = 1, (m.rank, m.rotated)
-                cuts[f"{path}/attention/kv_up/kernel"] = 2, (m.plain, m.value)
-            else:
-                cuts[f"{path}/attention/qkv/kernel"] = 2, (c.num_groups, 1, 1)
-            if c.mixture:
-                cuts[f"{path}/mlp/gate_up"] = 2, (1, 1), 1
-            elif c.gated:
-                cuts[f"{path}/mlp/gate_up/kernel"] = 1, (1, 1)
-            if c.mixture and c.mixture.shared:
-                cuts[f"{path}/mlp/shared_gate_up"] = 1, (1, 1)
-        return cuts

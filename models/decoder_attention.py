@@ -16,7 +16,7 @@ from .rope import Rope, either, frequencies, rope, segment_positions
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention; one product makes queries, keys and values.
+    """Grouped-query attention, in a decoder with a causal mask; one product makes queries, keys and values.
 
     With segments, a token attends only to its own segment. Positions need not restart at a segment's start, because
     RoPE encodes distances. cuDNN takes segments as a bias, which costs time: 2 x 4,096 tokens with 32 heads of 64 take
@@ -26,12 +26,12 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = c = config
         # A key-value head lies beside its queries, so that an equal cut of K keeps together what belongs together.
-        shape, widths = (
-            (c.num_kv_heads, c.num_groups + 2, c.head_dim),
-            {"q_proj": c.num_groups, "k_proj": 1, "v_proj": 1},
-        )
+        cut, widths = 1, {"q_proj": c.num_groups, "k_proj": 1, "v_proj": 1}
+        shape = c.num_kv_heads, c.num_groups + 2, c.head_dim
+        if c.by_part:
+            cut, shape = 0, (3, c.num_heads, c.head_dim)
         self.qkv = FusedLinear(
-            c.d_model, shape, 1, widths, c.lora, rngs=rngs, use_bias=c.qkv_bias, kernel_init=initial(c)
+            c.d_model, shape, cut, widths, c.lora, rngs=rngs, use_bias=c.qkv_bias, kernel_init=initial(c)
         )
         self.out = linear_of(c, c.num_heads * c.head_dim, c.d_model, "o_proj", rngs, last=True, bias=c.out_bias)
         if c.sinks:
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         self, x_BSD: jax.Array, segments_BS: jax.Array | None = None, layer: jax.Array | None = None
     ) -> jax.Array:
         heads = self.heads(x_BSD, layer, x_BSD.shape[1], positions_BS=positions(segments_BS, x_BSD.shape[1]))
-        return self.attend_causally(*heads, segments_BS, layer)
+        return self.within(*heads, segments_BS, layer)
 
     def decode(self, x: Decoding, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Attend within a prompt, or from one token to all before it; return (y_BSD, the cache with their keys)."""
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         q_BSHC, k_BSKC, v_BSKC = self.heads(x.x_BSD, x.layer, T, x.columns_S, x.positions_BS)
         cache = cache.put(k_BSKC, v_BSKC, x.column)
         if x.x_BSD.shape[1] > 1:
-            return self.attend_causally(q_BSHC, k_BSKC, v_BSKC, x.segments_BS, x.layer), cache
+            return self.within(q_BSHC, k_BSKC, v_BSKC, x.segments_BS, x.layer), cache
         mask_B11T, is_global = x.visible_B11T(T, None if c.chunked else c.window), flag(c.global_layers, x.layer)
         if c.chunked and c.window:
             mask_B11T = mask_B11T & x.same_chunk_B11T(T, c.window)
@@ -69,16 +69,21 @@ class Attention(nnx.Module):
           columns_S: default: 0 to S - 1.
           positions_BS: in the documents, for the temperature.
         """
-        c, has_rope = self.config, flag(self.config.rope_layers, layer)
+        c = self.config
+        has_rope = flag(c.rope_layers, layer) if c.has_rope else False
         q_BSKGC, k_BSK1C, v_BSK1C = self.qkv(x_BSD)
         if c.qk_norm in ("each", "all"):
             q_BSKGC, k_BSK1C = self.q_norm(q_BSKGC), self.k_norm(k_BSK1C)
-        q_BSHC = q_BSKGC.reshape(*x_BSD.shape[:2], c.num_heads, c.head_dim)
-        k_BSKC, v_BSKC = k_BSK1C.squeeze(3), v_BSK1C.squeeze(3)
+        if c.by_part:
+            q_BSHC, k_BSKC, v_BSKC = (x_BS1HC.squeeze(2) for x_BS1HC in (q_BSKGC, k_BSK1C, v_BSK1C))
+        else:
+            q_BSHC = q_BSKGC.reshape(*x_BSD.shape[:2], c.num_heads, c.head_dim)
+            k_BSKC, v_BSKC = k_BSK1C.squeeze(3), v_BSK1C.squeeze(3)
         if c.qk_norm == "shared":
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        rotary = self.rope(layer, length)
-        q_BSHC, k_BSKC = (rope(x, rotary, columns_S, c.interleaved_rope) for x in (q_BSHC, k_BSKC))
+        if c.has_rope:
+            rotary = self.rope(layer, length)
+            q_BSHC, k_BSKC = (rope(x, rotary, columns_S, c.interleaved_rope) for x in (q_BSHC, k_BSKC))
         if c.qk_norm == "unscaled":  # after RoPE, whose scaling may change the norm (yarn, longrope)
             unit = [unit_rms(x, c.norm_eps).astype(x.dtype) for x in (q_BSHC, k_BSKC)]
             either_of = zip(unit, (q_BSHC, k_BSKC), strict=True)
@@ -99,15 +104,16 @@ class Attention(nnx.Module):
         has_rope = flag(c.rope_layers, layer)
         return found if has_rope is None else either(has_rope, found, Rope(jnp.zeros_like(found.frequency)))
 
-    def attend_causally(
+    def within(
         self, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array,
         segments_BS: jax.Array | None, layer: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
-        """Attend to the past within the row."""
+        """Attend within the row, in a decoder to the past."""
         S, c = q_BSHC.shape[1], self.config
         mask_B1SS, is_global = same_segment(segments_BS), flag(c.global_layers, layer)
         if is_global is None and not c.chunked:
-            return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True, window=c.window)
+            visible = {"causal": c.causal, "window": c.window, "length": c.row_length}
+            return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, **visible)
         near_B1SS: Any
         if c.chunked and c.window:
             near_B1SS = same_segment(positions(segments_BS, S) // c.window)

@@ -14,13 +14,18 @@ from flax import nnx
 from jzero.tiling import tiled
 
 from .attention import Cache, Carry, Decoding, Hidden
-from .blocks import gelu
 from .decoder_attention import Attention, initial, linear_of
 from .decoder_config import DecoderConfig
 from .latent_attention import LatentAttention
 from .lora import FusedLinear
 from .moe import Mixture
 from .norms import make_norm
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU without the approximation by tanh."""
+    return nnx.gelu(x, approximate=False)
+
 
 ACTIVATIONS = {"silu": nnx.silu, "gelu": gelu, "gelu_tanh": nnx.gelu}
 
@@ -57,7 +62,7 @@ class Block(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.config, before, after = config, config.norms != "after", config.norms != "before"
+        self.config, before, after = config, config.norms != "after", config.norms in ("after", "both")
         if before:
             self.attention_norm = make_norm(config, rngs)
         self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
@@ -69,7 +74,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         carry = x if isinstance(x, Carry) else Carry(x)
-        h_BSD = self.normed("attention_norm", carry.x_BSD)
+        h_BSD = self.before("attention", carry.x_BSD)
         y_BSD = self.attention(h_BSD, carry.segments_BS, carry.layer)
         x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
         if not isinstance(x, Carry):
@@ -79,7 +84,7 @@ class Block(nnx.Module):
 
     def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
         """Run the layer in generation."""
-        h_BSD = self.normed("attention_norm", x.x_BSD)
+        h_BSD = self.before("attention", x.x_BSD)
         y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
         layer = None if x.layer is None else x.layer + 1
         return x._replace(x_BSD=self.feed_forward(x.x_BSD, h_BSD, y_BSD)[0], layer=layer), cache
@@ -93,18 +98,28 @@ class Block(nnx.Module):
           h_BSD: attention's input.
         """
         parallel = {"one_norm": h_BSD, "two_norms": x_BSD}
-        x_BSD = x_BSD + self.scaled(self.normed("attention_post_norm", y_BSD))
+        # One line for each sum: a plan shows collectives by their lines.
+        x_BSD = self.after("attention", x_BSD + self.scaled("attention", y_BSD))
         source_BSD = parallel.get(self.config.parallel or "", x_BSD)
-        y_BSD = tiled(lambda x_BSD: self.mlp(self.normed("mlp_norm", x_BSD)), source_BSD, tiles)
+        y_BSD = tiled(lambda x_BSD: self.mlp(self.before("mlp", x_BSD)), source_BSD, tiles)
         y_BSD, metrics = y_BSD if isinstance(y_BSD, tuple) else (y_BSD, None)
-        return x_BSD + self.scaled(self.normed("mlp_post_norm", y_BSD)), metrics
+        return self.after("mlp", x_BSD + self.scaled("mlp", y_BSD)), metrics
+
+    def before(self, part: str, x_BSD: jax.Array) -> jax.Array:
+        """Return the input of a part of the layer."""
+        return x_BSD if self.config.norms == "sum" else self.normed(f"{part}_norm", x_BSD)
+
+    def scaled(self, part: str, y_BSD: jax.Array) -> jax.Array:
+        """Return what a part of the layer adds."""
+        return times(self.normed(f"{part}_post_norm", y_BSD), self.config.residual_scale)
+
+    def after(self, part: str, x_BSD: jax.Array) -> jax.Array:
+        """Return the sum after a part of the layer."""
+        return self.normed(f"{part}_norm", x_BSD) if self.config.norms == "sum" else x_BSD
 
     def normed(self, name: str, x_BSD: jax.Array) -> jax.Array:
         """Apply a norm, if this family has it."""
         return getattr(self, name)(x_BSD) if hasattr(self, name) else x_BSD
-
-    def scaled(self, y_BSD: jax.Array) -> jax.Array:
-        return times(y_BSD, self.config.residual_scale)
 
 
 class LayerGroup(nnx.Module):

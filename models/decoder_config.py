@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -14,7 +14,6 @@ from jzero.errors import ConfigError
 from jzero.values.kinds import closest
 
 from .downloads import Download
-from .latent import LatentConfig
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .rope import RopeScaling
@@ -36,6 +35,13 @@ NOT_LATENT = (
 )  # fmt: skip
 
 
+# What GPT-2, BERT and ViT have in common.
+GPT_BLOCKS: dict[str, Any] = {
+    "norm": "layer", "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "by_part": True,
+    "rope_layers": (False,),
+}  # fmt: skip
+
+
 def _repeats(flags: list[bool], step: int) -> bool:
     return len(flags) % step == 0 and flags[step:] == flags[:-step]
 
@@ -50,6 +56,34 @@ def check_fields(config: type, changes: Mapping[str, Any]) -> None:
         problems.append(f"{name} = {changes[name]!r}: {config.__name__} has no such field; {fix}")
     if problems:
         raise ConfigError(*sorted(problems))
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The shape of latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
+
+    All heads' keys and values come from one short vector of a token, its latent.
+
+    Attributes:
+      rank: the width of the latent.
+      query_rank: of another one, for the queries; None: they come from the layer's input.
+      plain, rotated: the dimensions of a head's queries and keys without RoPE, and with it; all heads share the
+        rotated ones of the keys.
+      value: the width of a head's values.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain: int
+    rotated: int
+    value: int
+
+    def num_parameters(self, d_model: int, heads: int) -> int:
+        """Count the parameters of a layer's attention."""
+        queries = (self.query_rank or d_model) * heads * (self.plain + self.rotated)
+        queries += (d_model + 1) * self.query_rank if self.query_rank else 0
+        keys = d_model * (self.rank + self.rotated) + self.rank + self.rank * heads * (self.plain + self.value)
+        return queries + keys + heads * self.value * d_model
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +101,9 @@ class DecoderConfig:
       partial_rotary: the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi, StableLM).
       interleaved_rope: neighbours are rotated together, and not one dimension of each half (Cohere, GLM).
       rope_layers: which layers have RoPE, repeated: (True, True, True, False) for SmolLM3; default: all.
+      max_positions: positions are learned, one vector for each of so many (GPT-2).
+      by_part: queries, keys and values are the first dimension of the parameter that makes them, and not a part of each
+        key-value head (GPT-2, BERT, ViT).
       qkv_bias, out_bias, mlp_bias: which matrices have biases (Qwen2: queries, keys and values).
       qk_norm: queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for
         each (Cohere, StableLM), over all heads together (OLMo 2), or without a scale where there is RoPE (Llama 4).
@@ -77,7 +114,8 @@ class DecoderConfig:
         1 + strength * log(1 + floor((i + 1) / floor)) (Llama 4; Nakanishi, arXiv:2501.19399).
       local_theta: the RoPE base of the layers with a window, without scaling; default: as the others.
       norm: "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
-      norms: where attention and feed-forward layers have them: before, after the layer (OLMo 2), or both (Gemma 2).
+      norms: where attention and feed-forward layers have them: before, after the layer (OLMo 2), both (Gemma 2), or
+        of the sum after it (BERT).
       parallel: attention and feed-forward layer see the same input, with one norm (Cohere) or one each (GPT-NeoX).
       gated: the feed-forward layer is down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x))).
       embed_scale, residual_scale, logit_scale: multiply the embeddings (Gemma, Granite), the outputs of attention and
@@ -113,6 +151,8 @@ class DecoderConfig:
     partial_rotary: float = 1.0
     interleaved_rope: bool = False
     rope_layers: tuple[bool, ...] | None = None
+    max_positions: int | None = None
+    by_part: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -123,7 +163,7 @@ class DecoderConfig:
     temperature: tuple[float, int] | None = None
     local_theta: float | None = None
     norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "rms"
-    norms: Literal["before", "after", "both"] = "before"
+    norms: Literal["before", "after", "both", "sum"] = "before"
     parallel: Literal["one_norm", "two_norms"] | None = None
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -144,6 +184,9 @@ class DecoderConfig:
     future_weight: float = 0.3
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ
+    row_length: ClassVar[int | None] = None  # rows are padded after as many positions; None: they are not
+
     def __post_init__(self):
         name = type(self).__name__
         for words, whole, part in (
@@ -158,6 +201,8 @@ class DecoderConfig:
         partial = ["partial_rotary"] if self.partial_rotary != 1 else []
         if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)] + partial):
             raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
+        if self.by_part and (self.num_groups > 1 or self.latent or self.qk_norm in ("each", "all")):
+            raise ConfigError(f"{name}: by_part = True needs num_kv_heads = num_heads, without norms of each head")
         if self.chunked and not self.window:
             raise ConfigError(f"{name}: chunked = True needs a window, the tokens of a chunk")
         if self.temperature and not self.rope_layers:
@@ -213,7 +258,12 @@ class DecoderConfig:
     @property
     def rotary_width(self) -> int:
         """The dimensions of a head that RoPE rotates."""
-        return self.latent.rotated if self.latent else int(self.head_dim * self.partial_rotary)
+        return self.latent.rotated if self.latent else int(self.head_dim * self.partial_rotary) * self.has_rope
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether any layer has RoPE."""
+        return not self.rope_layers or any(self.rope_layers)
 
     @property
     def score_scale(self) -> float:
@@ -224,7 +274,7 @@ class DecoderConfig:
     @property
     def layers_differ(self) -> bool:
         """Whether a layer's index decides what it computes."""
-        return bool(self.global_layers or self.rope_layers)
+        return bool(self.global_layers or (self.rope_layers and self.has_rope))
 
     def of_layer(self, number: int) -> DecoderConfig:
         """Return the config of a layer, which has a mixture or none."""
@@ -260,7 +310,8 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
-        ends = self.d_model * self.vocab_rows * (1 if self.tied else 2) + self._norm_parameters
+        ends = self.d_model * (self.vocab_rows * (1 if self.tied else 2) + (self.max_positions or 0))
+        ends += self._norm_parameters
         layers = sum(self.of_layer(i).layer_parameters() for i in range(self.num_layers + self.future_layers))
         return layers + ends + self.future_layers * (2 * self.d_model**2 + 3 * self._norm_parameters)
 
@@ -277,7 +328,7 @@ class DecoderConfig:
             wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared) + mixture.shared_gate
             wide += experts * mixture.biases
         heads, keys = self.num_heads, self.num_heads + self.num_kv_heads
-        norms = {"before": 2, "after": 2, "both": 4}[self.norms] - (self.parallel == "one_norm")
+        norms = {"before": 2, "after": 2, "both": 4, "sum": 2}[self.norms] - (self.parallel == "one_norm")
         scales = {None: 0, "unscaled": 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
         biases = (heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias + self.d_model * self.out_bias
         if mixture:

@@ -61,27 +61,6 @@ class Download:
         return {"config": json.loads(json.dumps(kept, default=str)), "directory": self.directory}
 
 
-def require(there: Mapping[str, Any], names: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys of a config.json to fields.
-
-    Args:
-      names: field -> key.
-      fixed: key -> the only value that the model has; a missing key stands for it.
-
-    Raises:
-      ConfigError: keys are missing or have other values; all problems at once.
-    """
-    problems = [f"config.json has no {key}" for key in names.values() if key not in there]
-    problems += [
-        f"config.json has {key} = {there[key]!r}: must be {value!r}"
-        for key, value in fixed.items()
-        if there.get(key, value) != value
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    return {field: there[key] for field, key in names.items()}
-
-
 def _text_decoder(there: dict[str, Any]) -> dict[str, Any]:
     name, text = TEXT.get(there.get("model_type", "")), there.get("text_config")
     if name is None or not isinstance(text, Mapping):

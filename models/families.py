@@ -12,21 +12,38 @@ from typing import Any
 
 from jzero.errors import ConfigError
 
-from .decoder_config import DecoderConfig, check_fields
+from .decoder_config import GPT_BLOCKS, DecoderConfig, LatentConfig, check_fields
 from .downloads import Download
-from .latent import latent_of
 from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_of
-from .moe_families import TIMES, dense_of, mixture_of
+from .moe_families import EXPERTS, TIMES, dense_of, mixture_of
 from .rope_json import rope_of
 
-# A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is).
-Keys = dict[str, str | tuple[str, float]]
+# A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is), or (the
+# key, the fields of its values). "mixture.width" is the field `width` of the field `mixture`.
+Keys = dict[str, Any]
 SIZES: Keys = {
     "d_model": "hidden_size", "d_ff": "intermediate_size", "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads", "vocab_size": "vocab_size",
 }  # fmt: skip
-KEYS: Keys = {**SIZES, "num_kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+KEYS: Keys = {
+    **SIZES, "num_kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps",
+    "activation": ("hidden_act", ACTIVATIONS),
+}  # fmt: skip
+
+
+LATENT: Keys = {
+    "latent.rank": "kv_lora_rank", "latent.query_rank": "q_lora_rank", "latent.plain": "qk_nope_head_dim",
+    "latent.rotated": "qk_rope_head_dim", "latent.value": "v_head_dim",
+}  # fmt: skip
+EXPERT: Keys = {
+    "mixture.num_experts": "num_experts", "mixture.top_k": "num_experts_per_tok",
+    "mixture.width": "moe_intermediate_size", "mixture.normalize": "norm_topk_prob",
+}  # fmt: skip
+LOCAL: Keys = {
+    "mixture.num_experts": EXPERTS, "mixture.top_k": "num_experts_per_tok", "mixture.width": "intermediate_size",
+}  # fmt: skip
+NEEDED = (*SIZES, "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class Family:
       absent: the values of keys that config.json lacks.
       needs: the only values of keys that the decoder has.
       names: of the weights, see tensor_names.py.
+      dense: the key of the layers without a mixture.
       aliases, ignored: see jzero.weights.name_map.
     """
 
@@ -50,6 +68,11 @@ class Family:
     aliases: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     needs: dict[str, Any] = field(default_factory=dict)
+    dense: str | None = None
+
+    @property
+    def all_keys(self) -> Keys:
+        return {**KEYS, **self.keys}
 
 
 BIAS: Keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
@@ -79,34 +102,62 @@ GRANITE: Keys = {
     "logit_scale": ("logits_scaling", -1),
 }
 DEEPSEEK = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
-LATENT = {
-    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+DEEPSEEK_KEYS: Keys = {
+    **LATENT, **EXPERT, "mixture.num_experts": "n_routed_experts", "mixture.shared": TIMES,
+    "mixture.scale": "routed_scaling_factor",
 }  # fmt: skip
+DEEPSEEK_ABSENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+DEEPSEEK_NAMES = {"shared": "mlp.shared_experts"}
+QWEN_MOE = {**SLIDING, "norm_topk_prob": False}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"}),
     "llama4_text": Family(
-        "Llama4ForCausalLM", {"interleaved_rope": True},
-        {**BIAS, "d_ff": "intermediate_size_mlp", "qk_norm": "use_qk_norm"},
+        "Llama4ForCausalLM",
+        {
+            "interleaved_rope": True, "mixture.balance": 0.0, "mixture.normalize": False, "mixture.score": "sigmoid",
+            "mixture.scale_inputs": True,
+        },
+        {
+            **BIAS, **LOCAL, "d_ff": "intermediate_size_mlp", "qk_norm": ("use_qk_norm", {True: "unscaled"}),
+            "mixture.shared": "intermediate_size",
+        },
         {
             "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192,
             "head_dim": 128, "intermediate_size_mlp": 16384, "no_rope_layer_interval": 4,
             "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-            "use_qk_norm": True,
+            "use_qk_norm": True, EXPERTS: 16, "num_experts_per_tok": 1,
         },
-        {"gate_up": "feed_forward.{part}_proj", "down": "feed_forward.down_proj"},
-        aliases={r"^language_model\.": ""}, ignored=("vision_model.*", "multi_modal_projector.*"),
+        {
+            "gate_up": "feed_forward.{part}_proj", "down": "feed_forward.down_proj", "router": "feed_forward.router",
+            "expert": "feed_forward.experts.{part}", "shared": "feed_forward.shared_expert",
+        },
+        aliases={r"^language_model\.": ""}, ignored=("vision_model.*", "multi_modal_projector.*"), dense="moe_layers",
     ),
     "mistral": Family("MistralForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, absent=SLIDING),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": "shared"}, BIAS, {**SLIDING, "head_dim": 128}),
-    "mixtral": Family("MixtralForCausalLM"),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": "shared"}, BIAS, SLIDING),
+    "mixtral": Family(
+        "MixtralForCausalLM", {"mixture.normalize": True}, LOCAL, {EXPERTS: 8, "num_experts_per_tok": 2},
+        {
+            "router": "block_sparse_moe.gate", "expert": "block_sparse_moe.experts.{expert}.{part}",
+            "expert_parts": "w1 w3 w2",
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"qk_norm": "shared"}, {**BIAS, **EXPERT}, QWEN_MOE, dense="mlp_only_layers"
+    ),
     "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM", {}, {"qkv_bias": "qkv_bias"}, {**SLIDING, "qkv_bias": True}, needs=SLIDING
+        "Qwen2MoeForCausalLM", {"mixture.shared_gate": True},
+        {**EXPERT, "mixture.shared": "shared_expert_intermediate_size", "qkv_bias": "qkv_bias"},
+        {**QWEN_MOE, "qkv_bias": True}, needs=SLIDING, dense="mlp_only_layers",
     ),
     "gpt_oss": Family(
-        "GptOssForCausalLM", {"sinks": True}, BIAS,
+        "GptOssForCausalLM", {"sinks": True, "mixture.normalize": True, "mixture.biases": True}, {**BIAS, **LOCAL},
         {
+            EXPERTS: 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
             "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
             "sliding_window": 128, "sliding_window_pattern": 2, "max_position_embeddings": 131_072,
             "rope_scaling": {
@@ -114,6 +165,7 @@ FAMILIES = {
                 "original_max_position_embeddings": 4096,
             },
         },
+        {"router": "mlp.router", "expert": "mlp.experts.{part}", "together": "0 1 3 2"},
         needs={"hidden_act": "silu"},  # of its experts, which have their own
     ),
     "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
@@ -184,12 +236,16 @@ FAMILIES = {
     ),
     "stablelm": Family(
         "StableLmForCausalLM", {"norm": "layer"},
-        {**EPS, "qkv_bias": "use_qkv_bias", "qk_norm": "qk_layernorm", "parallel": "use_parallel_residual"},
+        {
+            **EPS, "qkv_bias": "use_qkv_bias", "qk_norm": ("qk_layernorm", {True: "each"}),
+            "parallel": ("use_parallel_residual", {True: "one_norm"}),
+        },
         {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
         {"q_norm": "self_attn.q_layernorm.norms.{head}", "k_norm": "self_attn.k_layernorm.norms.{head}"},
     ),
     "cohere": Family(
-        "CohereForCausalLM", COHERE, {**EPS, **BIAS, "qk_norm": "use_qk_norm", "logit_scale": "logit_scale"},
+        "CohereForCausalLM", COHERE,
+        {**EPS, **BIAS, "qk_norm": ("use_qk_norm", {True: "each"}), "logit_scale": "logit_scale"},
         {**TIED, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
     ),
     "cohere2": Family(
@@ -209,7 +265,7 @@ FAMILIES = {
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM", {"norm": "layer", "gated": False, "mlp_bias": True},
-        {**EPS, **BIAS, "parallel": "use_parallel_residual"},
+        {**EPS, **BIAS, "parallel": ("use_parallel_residual", {True: "two_norms"})},
         {"attention_bias": True, "use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
          "rotary_pct": 0.25},
         {
@@ -228,32 +284,48 @@ FAMILIES = {
         {"up": "mlp.c_fc", "down": "mlp.c_proj"},
     ),
     "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM", {"interleaved_rope": True}, {},
+        "DeepseekV2ForCausalLM",
+        {"interleaved_rope": True, "mixture.balance": 0.0},
+        DEEPSEEK_KEYS,
         {
-            **LATENT, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407,
+            **DEEPSEEK_ABSENT, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407,
             "topk_method": "greedy",
         },
-        needs={"norm_topk_prob": False, "scoring_func": "softmax", **DEEPSEEK},
+        DEEPSEEK_NAMES, needs={"norm_topk_prob": False, "scoring_func": "softmax", **DEEPSEEK},
+        dense="first_k_dense_replace",
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", {}, {"interleaved_rope": "rope_interleave"},
+        "DeepseekV3ForCausalLM",
+        {"mixture.balance": 0.0, "mixture.score": "sigmoid", "mixture.bias_rate": 1e-3},
+        {**DEEPSEEK_KEYS, "interleaved_rope": "rope_interleave"},
         {
-            **LATENT, "n_shared_experts": 1, "n_routed_experts": 256, "moe_intermediate_size": 2048,
+            **DEEPSEEK_ABSENT, "n_shared_experts": 1, "n_routed_experts": 256, "moe_intermediate_size": 2048,
             "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True,
             "rope_interleave": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
             "num_nextn_predict_layers": 1,
         },
-        needs={"scoring_func": "sigmoid", **DEEPSEEK},
+        DEEPSEEK_NAMES, needs={"scoring_func": "sigmoid", **DEEPSEEK}, dense="first_k_dense_replace",
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel", GPT_BLOCKS,
+        {
+            "d_model": "n_embd", "d_ff": "n_inner", "num_layers": "n_layer", "num_heads": "n_head",
+            "num_kv_heads": "n_head", "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
+            "activation": ("activation_function", {"gelu_new": "gelu_tanh", **ACTIVATIONS}),
+        },
+        {**TIED, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+        {
+            "embed": "transformer.wte", "positions": "transformer.wpe", "layer": "transformer.h.{layer}.",
+            "norm": "transformer.ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn",
+            "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj", "matrices": "[in, out]",
+        },
+        {r"^(h\.|wte\.|wpe\.|ln_f\.)": r"transformer.\1"},  # names of the first downloads
+        ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"),
+        {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "scale_attn_weights": True, **TIED},
     ),
 }  # fmt: skip
-# What a flag of config.json stands for.
-MEANINGS = {
-    ("llama4_text", "qk_norm"): "unscaled", ("stablelm", "qk_norm"): "each", ("cohere", "qk_norm"): "each",
-    ("stablelm", "parallel"): "one_norm",
-    ("gpt_neox", "parallel"): "two_norms",
-}  # fmt: skip
 NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
-REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv")
+REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
 
 
 def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
@@ -273,10 +345,15 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
     if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
         there["rope_scaling"] = download.config.get("rope_scaling")
-    if there.get("quantization_config", {}).get("quant_method") == "mxfp4":
-        del there["quantization_config"]  # `load_weights` reads it
-    keys: Keys = {**KEYS, **family.keys}
-    problems = [f"config.json has no {keys[field]}" for field in SIZES if keys[field] not in there]
+    quantized = there.get("quantization_config", {})
+    if quantized.get("quant_method") == "mxfp4" or quantized.get("weight_block_size") == [128, 128]:
+        del there["quantization_config"]  # `load_weights` reads it, and fp8 with such blocks
+    if name == "gpt2" and "n_embd" in there:
+        there.setdefault("n_inner", 4 * there["n_embd"])
+    keys = family.all_keys
+    if EXPERTS in there and "mixture.num_experts" in keys:
+        there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
+    problems = [f"config.json has no {keys[x]}" for x in NEEDED if x in keys and keys[x] not in there]
     sizes = {key: there[key] for field in SIZES if (key := keys[field]) in there}
     problems += [
         f"config.json has {key} = {value!r}: must be a positive integer"
@@ -286,35 +363,51 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
     if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:
         problems.append(f"config.json has layer_types {', '.join(sorted(other))}: models/decoder.py does not have them")
-    allowed = [key for key, kind in ACTIVATIONS.items() if "activation" not in family.fixed or kind.startswith("gelu")]
-    for key in ("hidden_act", "hidden_activation"):
+    activation, kinds = keys["activation"]
+    allowed = [key for key, kind in kinds.items() if "activation" not in family.fixed or kind.startswith("gelu")]
+    for key in (activation, "hidden_activation"):
         if there.get(key, allowed[0]) not in allowed:
             problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
     if problems:
         raise ConfigError(*problems)
-    there.setdefault("num_key_value_heads", there["num_attention_heads"])
-    found = {field: _value(there, name, field, key) for field, key in keys.items()}
-    found["latent"] = latent_of(there)
-    width, heads = None if found["latent"] else there.get("head_dim"), found["num_heads"]
+    found = _nested({**{field: _value(there, key) for field, key in keys.items()}, **family.fixed})
+    found.setdefault("num_kv_heads", found["num_heads"])
+    there["num_hidden_layers"] = found["num_layers"]
+    if "latent" in found:
+        found["latent"] = LatentConfig(**{"query_rank": None, **found["latent"]})
+    if "mixture" in found:
+        found["mixture"] = mixture_of(found["mixture"], there, download.directory is not None)
+        found["dense_layers"] = dense_of(there)
+    width, heads = None if "latent" in found else there.get("head_dim"), found["num_heads"]
     if width and width * heads != found["d_model"]:
         found["head_width"] = width
     scale = found.get("attention_scale")
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
-    found |= {
-        "activation": ACTIVATIONS[there.get("hidden_act", "silu")],
-        "mixture": mixture_of(there, download.directory is not None),
-    }
-    found["dense_layers"] = dense_of(there)
-    found |= {**patterns_of(there), "family": name, "download": download, **family.fixed}
-    found |= rope_of(there, found["global_layers"] is not None)
+    found = {**patterns_of(there), **found, "family": name, "download": download}
+    if not found.get("max_positions"):
+        found |= rope_of(there, found["global_layers"] is not None)
     return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
 
 
-def _value(there: Mapping[str, Any], name: str, field: str, key: str | tuple[str, float]) -> Any:
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the fields of fields, and leave None out.
+
+    >>> _nested({"d_ff": 8, "mixture.top_k": 2, "window": None})
+    {'d_ff': 8, 'mixture': {'top_k': 2}}
+    """
+    found: dict[str, Any] = {}
+    for path, value in fields.items():
+        group, _, name = path.rpartition(".")
+        if value is not None:
+            (found.setdefault(group, {}) if group else found)[name] = value
+    return found
+
+
+def _value(there: Mapping[str, Any], key: Any) -> Any:
     """Return a field's value; None if config.json does not have it."""
-    key, power = (key, 1) if isinstance(key, str) else key
+    key, change = (key, 1) if isinstance(key, str) else key
     value = there.get(key)
-    if (name, field) in MEANINGS:
-        return MEANINGS[name, field] if value else None
-    return value if power == 1 or value is None else value**power
+    if isinstance(change, Mapping):
+        return change.get(value)
+    return value if change == 1 or value is None else value**change

@@ -14,16 +14,15 @@ from typing import Any
 import jzero
 from jzero.errors import ConfigError
 
-from . import bert, gpt2, vit
+from . import bert, vit
 from .decoder import Decoder
 from .downloads import TEXT, Download
 from .families import FAMILIES, decoder_config
 
 # model_type -> (the module, its config's reader)
 MODELS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (gpt2.GPT2, gpt2.read_config),
-    "bert": (bert.Bert, bert.read_config),
-    "vit": (vit.ViT, vit.read_config),
+    "bert": (bert.Bert, bert.BertConfig.read),
+    "vit": (vit.ViT, vit.ViTConfig.read),
     **dict.fromkeys(FAMILIES, (Decoder, decoder_config)),
 }
 LACKING = {

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.errors import ConfigError
+
 
 class Rope(NamedTuple):
     """The angles per position [R / 2], float32, and the factor of the rotated vectors' length."""
@@ -148,3 +150,14 @@ def segment_positions(segments_BS: jax.Array) -> jax.Array:
     index = jnp.arange(segments_BS.shape[1])
     begins = jnp.pad(segments_BS[:, 1:] != segments_BS[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def learned_positions(length: int, most: int, segments_BS: jax.Array | None = None) -> jax.Array:
+    """Return the rows of a table of positions for rows of tokens: [S], or [B, S] with segments.
+
+    Raises:
+      ConfigError: more tokens than positions; a lookup would repeat the last one's.
+    """
+    if length > most:
+        raise ConfigError(f"a row has {length} tokens, but the model has {most} positions: shorten the rows")
+    return jnp.arange(length) if segments_BS is None else segment_positions(segments_BS)

@@ -6,6 +6,7 @@ Shape suffixes: B batch, S patches and the class token, made even, D model width
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,17 +14,24 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jzero.attention_kernels import kernel_note
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
-from .blocks import DIVIDED, FUSED, BlockConfig, gelu, linear, linear_rows, norm, norm_rows, qkv_rows, run, stacked
-from .decoder_config import check_fields
-from .downloads import ADVICE, Download, require
+from .downloads import Download
+from .encoder import Encoder, EncoderConfig, linear
+from .norms import make_norm
+from .tensor_names import layer_rows, linear_rows, norm_rows
+from .transformer import stacked
+
+NAMES = {
+    "layer": "vit.encoder.layer.{layer}.", "qkv": "attention.attention.{part}", "parts": "query key value",
+    "out": "attention.output.dense", "attention_norm": "layernorm_before", "up": "intermediate.dense",
+    "down": "output.dense", "mlp_norm": "layernorm_after",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class ViTConfig(BlockConfig):
+class ViTConfig(EncoderConfig):
     """The shape of a ViT for square images.
 
     >>> ViTConfig(12, 768, 12, 3072).num_patches
@@ -35,12 +43,23 @@ class ViTConfig(BlockConfig):
     patch_size: int = 16
     num_channels: int = 3
 
-    causal, pre_norm, activation = False, True, staticmethod(gelu)
+    norms, names = "before", ("vit", "ViTForImageClassification")
+    keys = MappingProxyType(
+        {key: key for key in ("image_size", "patch_size", "num_channels")} | {"num_classes": "num_labels"}
+    )
+    fixed = MappingProxyType({"hidden_act": "gelu", "qkv_bias": True})
+    absent = MappingProxyType({"num_labels": 0})
 
     def __post_init__(self):
         super().__post_init__()
         if self.image_size % self.patch_size:
             raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
+
+    @classmethod
+    def read(cls, download: Download, **changes: Any) -> ViTConfig:
+        there = download.config
+        classes = there.get("num_labels") or len(there.get("id2label") or range(2))  # transformers makes two by default
+        return super().read(download, **{"num_classes": classes, **changes})
 
     @property
     def num_patches(self) -> int:
@@ -52,22 +71,7 @@ class ViTConfig(BlockConfig):
         return None if self.num_patches % 2 else self.num_patches + 1
 
 
-def read_config(download: Download, **changes: Any) -> ViTConfig:
-    """Read the shape from a config.json of `transformers`."""
-    check_fields(ViTConfig, changes)
-    there = download.config
-    names = {
-        "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
-        "d_ff": "intermediate_size", "image_size": "image_size", "patch_size": "patch_size",
-        "num_channels": "num_channels",
-    }  # fmt: skip
-    shape = require(there, names, {"hidden_act": "gelu", "qkv_bias": True})
-    classes = there.get("num_labels") or len(there.get("id2label") or range(2))  # transformers makes two by default
-    more = {"num_classes": classes, "norm_eps": there.get("layer_norm_eps", 1e-12), "download": download}
-    return ViTConfig(**{**shape, **more, **changes})
-
-
-class ViT(nnx.Module):
+class ViT(Encoder):
     """The model as prefix, stack and suffix.
 
     A batch is {"images": [B, height, width, channels], "labels": [B] int32}; images are floats, as transformers' image
@@ -79,8 +83,8 @@ class ViT(nnx.Module):
         self.patches = linear(c.num_channels * c.patch_size**2, c.d_model, rngs)
         self.class_token = nnx.Param(jnp.zeros((1, 1, c.d_model)))
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, c.num_patches + 1, c.d_model)))
-        self.stack = stacked(c, rngs)
-        self.norm = norm(c, rngs)
+        self.stack = stacked([c.block], c.num_layers, rngs)
+        self.norm = make_norm(c.block, rngs)
         self.head = linear(c.d_model, c.num_classes, rngs)
 
     def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
@@ -118,58 +122,26 @@ class ViT(nnx.Module):
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Compute logits [B, O] in float32, without remat or parallelism."""
-        return self.outputs(run(self.stack, self.prefix({"images": images})))
-
-    def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
+        return self.outputs(self.through(self.prefix({"images": images})))
 
     @property
-    def divided(self) -> dict[str, dict[str, int]]:
-        return {"tensor": DIVIDED}
-
-    @property
-    def fused_matrices(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return FUSED
+    def vocabulary(self) -> dict[str, int]:
+        return {}
 
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `ViTForImageClassification`."""
-        c, tables, layer = self.config, "vit.embeddings.", "vit.encoder.layer.{layer}."
-        patch, attention = tables + "patch_embeddings.projection", layer + "attention.attention."
+        c, tables = self.config, "vit.embeddings."
+        patch = tables + "patch_embeddings.projection"
         kernel = [c.d_model, c.num_channels, c.patch_size, c.patch_size]  # of torch's convolution
         labels = c.download.config.get("id2label") if c.download else None
         others = ("id2label", "label2id") if labels and len(labels) != c.num_classes else ()  # of other classes
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"name": tables + "cls_token", "leaf": "ends/class_token"},
             {"name": tables + "position_embeddings", "leaf": "ends/positions"},
             {"name": patch + ".weight", "leaf": "ends/patches/kernel", "transposed": True, "reshape": kernel},
             {"name": patch + ".bias", "leaf": "ends/patches/bias"},
-            *qkv_rows((attention + "query", attention + "key", attention + "value"), c.d_model),
-            *linear_rows(layer + "attention.output.dense", "stack/attention/out"),
-            *norm_rows(layer + "layernorm_before", "stack/attention_norm"),
-            *norm_rows(layer + "layernorm_after", "stack/mlp_norm"),
-            *linear_rows(layer + "intermediate.dense", "stack/mlp/up"),
-            *linear_rows(layer + "output.dense", "stack/mlp/down"),
+            *layer_rows(c.block, NAMES),
             *norm_rows("vit.layernorm", "ends/norm"),
             *linear_rows("classifier", "ends/head"),
         ]
-        return {
-            "config": {
-                "architectures": ["ViTForImageClassification"],
-                "model_type": "vit",
-                "num_hidden_layers": c.num_layers,
-                "hidden_size": c.d_model,
-                "num_attention_heads": c.num_heads,
-                "intermediate_size": c.d_ff,
-                "image_size": c.image_size,
-                "patch_size": c.patch_size,
-                "num_channels": c.num_channels,
-                "layer_norm_eps": c.norm_eps,
-                "hidden_act": "gelu",
-                "qkv_bias": True,
-                "num_labels": c.num_classes,
-            },
-            "download": c.download and c.download.table(without=others),
-            "may_differ": ["architectures"],
-            "advice": ADVICE,
-            "tensors": rows,
-        }
+        return c.weights_layout(rows, download=c.download and c.download.table(without=others))

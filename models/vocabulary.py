@@ -1,4 +1,4 @@
-"""The check of a batch's tokens: JAX reads another row for a token outside of an embedding, without an error."""
+"""The tokens of a batch: its columns, and the check that they are of the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
+
+
+def column(batch: Any, name: str) -> Any:
+    """Return "inputs" or "labels" of a causal language model's batch.
+
+    Raises:
+      ConfigError: it has no such column, as a batch for `transformers`.
+    """
+    if isinstance(batch, Mapping) and name in batch:
+        return batch[name]
+    there = f"has {some_of(batch)}" if isinstance(batch, Mapping) else f"is {type(batch).__name__}"
+    raise ConfigError(
+        f"the batch {there}; the decoder reads inputs and labels, where labels[i] is the token after inputs[i] "
+        "(transformers shifts inside the model)"
+    )
 
 
 def check_tokens(batch: Any, vocab_size: int) -> None:
     """Check that integer inputs and labels are tokens of the vocabulary; the loss ignores negative labels.
+
+    JAX reads another row for a token outside of an embedding, without an error.
 
     Raises:
       ConfigError: names the array, the token and the vocabulary.

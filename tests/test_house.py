@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50213,
-    "files": 273,
-    "statements": 29503,
+    "lines": 50303,
+    "files": 275,
+    "statements": 29566,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,
@@ -32,7 +32,7 @@ LIMITS = {
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,
-    "lines of layout, passes and step": 4109,
+    "lines of layout, passes and step": 4136,
     "docstrings that begin with What, How, Where or Whether": 0,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}

@@ -163,6 +163,8 @@ def _stack_loss(
     listed = not view.layer_axis
     prefix, block, suffix = stack_functions(model)
     suffix = kernels(suffix)
+    if remat.kind != "none" and _has_layers(model):
+        prefix = checkpointed(lambda ends: ends, prefix, remat, unrolled=True)
     fetch_layer = partial(fetch_params, layouts[STACK], precision=precision)
     layer = checkpointed(fetch_layer, ordered_backward(block) if listed else block, remat, unrolled=listed, layer=True)
 
@@ -182,6 +184,12 @@ def _stack_loss(
         return value, {ENDS: replace_state(first, last), STACK: stack}
 
     return loss
+
+
+def _has_layers(model: StackModel) -> bool:
+    """Return whether a model has layers in its prefix, whose activations are as large as those of the stack's."""
+    make = getattr(model, "make_prefix_cache", None)
+    return make is not None and bool(jax.tree.leaves(jax.eval_shape(lambda: make(1, 1, jnp.float32))))
 
 
 def _pair(weights: DeviceWeights) -> tuple[PyTree, PyTree]:

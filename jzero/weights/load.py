@@ -22,6 +22,7 @@ from jzero.errors import ConfigError, no_such_directory, some_of
 from jzero.model import weights_layout
 from jzero.tree import PyTree, differences, path_name
 from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, trained
+from jzero.weights.fp8_blocks import unpacked_fp8
 from jzero.weights.leaf_reader import FileChecksums, read_leaf
 from jzero.weights.mxfp4 import unpacked
 from jzero.weights.name_map import (
@@ -180,7 +181,7 @@ def _find(
       ConfigError: the files do not fit the model.
     """
     path = from_cache(path)
-    table, files = table or {}, unpacked([File.open(file) for file in _files(path)])
+    table, files = table or {}, unpacked_fp8(unpacked([File.open(file) for file in _files(path)]))
     adapters = adapter_leaves(table)
     alone = [file.path.name for file in files] == [ADAPTER_FILE]
     if problem := _unclear(path, adapters, alone, has_others):

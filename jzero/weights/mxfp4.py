@@ -70,10 +70,15 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def _read(file: File, box: Box) -> np.ndarray:
     """Read a box of a file's only tensor, window by window."""
-    found = np.empty([s.stop - s.start for s in box], np.uint8)
+    found = np.empty([s.stop - s.start for s in box], file.entries[""].dtype)
     for at, view in file.windows("", box):
         found[at] = view
     return found
+
+
+def read_whole(file: File) -> np.ndarray:
+    """Read a file's only tensor."""
+    return _read(file, tuple(slice(0, n) for n in file.entries[""].shape))
 
 
 def unpacked(files: Sequence[File]) -> list[File]:

@@ -240,7 +240,7 @@ NO_LAYERS = {key: x for key, x in GPT2.items() if key != "n_layer"}
 CONFIGS = {
     "no such family": (
         lambda: config_from_hf(TINY | {"model_type": "mamba"}),
-        "model_type = 'mamba': must be one of gpt2, b",
+        "model_type = 'mamba': must be one of bert, v",
     ),
     "no text_config": (
         lambda: config_from_hf(TINY | {"model_type": "gemma3"}),
@@ -280,14 +280,14 @@ CONFIGS = {
     ),
     "an odd head": (lambda: config_from_hf(TINY | {"head_dim": 5}), "2 must divide the rotated width of a head"),
     "patches": (lambda: dataclasses.replace(SMALL_VIT, patch_size=3), "patch_size = 3 must divide image_size = 8"),
-    "heads": (lambda: dataclasses.replace(SMALL_GPT, num_heads=5), "num_heads = 5 must divide d_model = 32"),
+    "heads": (lambda: dataclasses.replace(SMALL_GPT, num_heads=5), "num_heads must divide d_model, but 5 does not"),
     "padding": (
         lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, pad_vocab_to=0), rngs=nnx.Rngs(0)),
         "pad_vocab_to = 0: must be at least 1",
     ),
     "no n_layer": (
         lambda: config_from_hf({"model_type": "gpt2", **NO_LAYERS, "activation_function": "relu"}),
-        "(?s)n_layer.*activation_function = 'relu': must be 'gelu_new'",
+        "(?s)n_layer.*activation_function = 'relu': must be one of gelu_new",
     ),
     "a name of the Hub": (
         lambda: config_from_hf("Qwen/Qwen3-8B"),
