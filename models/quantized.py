@@ -2,8 +2,8 @@
 
 A matrix [in, *out] is divided into blocks of 64 along its input dimension. A block is its codes and one scale, the
 largest magnitude; the scales of a row of blocks are themselves 8-bit integers with one step and one offset. That is
-4.13 bits per element in NF4, 8.13 in int8. A product makes the matrix again in the dtype of its input; a backward
-pass that recomputes (policy "matmuls" or "full") never keeps it.
+4.13 bits per element in NF4, 8.13 in int8. A product makes the matrix again in the dtype of its input, and so does its
+derivative: the matrix is never kept.
 """
 
 from __future__ import annotations
@@ -97,8 +97,29 @@ def quantize_kernel(module: Any, kind: Kind | None) -> None:
 
 def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
     """Multiply with a layer's quantised matrix [in, *out], without the layer's bias."""
-    q = Quantized(*(getattr(module, name)[...] for name in Quantized._fields))
+    return _matmul(inputs, Quantized(*(getattr(module, name)[...] for name in Quantized._fields)))
+
+
+@jax.custom_vjp
+def _matmul(inputs: jax.Array, q: Quantized) -> jax.Array:
     return jnp.tensordot(inputs, dequantize(q, inputs.dtype), 1)
+
+
+def _forward(inputs: jax.Array, q: Quantized) -> tuple[jax.Array, Quantized]:
+    return _matmul(inputs, q), q
+
+
+def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
+    """Return the gradient of the inputs; a quantised matrix is frozen."""
+    # Tied to the gradient, the matrix is made when that is there. XLA would find that the forward pass of an unrolled
+    # stack makes the same one, and keep it.
+    q, gradient = jax.lax.optimization_barrier((q, gradient))
+    matrix = dequantize(q, gradient.dtype)
+    outputs = tuple(range(1, matrix.ndim))
+    return jnp.tensordot(gradient, matrix, (tuple(-i for i in reversed(outputs)), outputs)), None
+
+
+_matmul.defvjp(_forward, _backward)
 
 
 def quantize_params(params: Any, like: Any, kind: Kind) -> Any:
