@@ -102,7 +102,8 @@ def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul(inputs: jax.Array, q: Quantized) -> jax.Array:
-    return jnp.tensordot(inputs, dequantize(q, inputs.dtype), 1)
+    inputs, matrix = _made_now(inputs, q)
+    return jnp.tensordot(inputs, matrix, 1)
 
 
 def _forward(inputs: jax.Array, q: Quantized) -> tuple[jax.Array, Quantized]:
@@ -111,12 +112,17 @@ def _forward(inputs: jax.Array, q: Quantized) -> tuple[jax.Array, Quantized]:
 
 def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
     """Return the gradient of the inputs; a quantised matrix is frozen."""
-    # Tied to the gradient, the matrix is made when that is there. XLA would find that the forward pass of an unrolled
-    # stack makes the same one, and keep it.
-    q, gradient = jax.lax.optimization_barrier((q, gradient))
-    matrix = dequantize(q, gradient.dtype)
+    gradient, matrix = _made_now(gradient, q)
     outputs = tuple(range(1, matrix.ndim))
     return jnp.tensordot(gradient, matrix, (tuple(-i for i in reversed(outputs)), outputs)), None
+
+
+def _made_now(operand: jax.Array, q: Quantized) -> tuple[jax.Array, jax.Array]:
+    """Return the operand, and the matrix that it is multiplied with."""
+    # In an unrolled stack XLA makes the matrices of all layers at once, and keeps them for the backward pass. So the
+    # scales depend on the operand. Codes behind the barrier would be copied.
+    operand, step = jax.lax.optimization_barrier((operand, q.step))
+    return operand, dequantize(q._replace(step=step), operand.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
