@@ -2,8 +2,8 @@
 
 A matrix [in, *out] is divided into blocks of 64 along its input dimension. A block is its codes and one scale, the
 largest magnitude; the scales of a row of blocks are themselves 8-bit integers with one step and one offset. That is
-4.13 bits per element in NF4, 8.13 in int8. A product makes the matrix again in the dtype of its input; a backward
-pass that recomputes (policy "matmuls" or "full") never keeps it.
+4.13 bits per element in NF4, 8.13 in int8. A product makes the matrix again in the dtype of its input, and so does its
+derivative: the matrix is never kept.
 """
 
 from __future__ import annotations
@@ -97,8 +97,35 @@ def quantize_kernel(module: Any, kind: Kind | None) -> None:
 
 def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
     """Multiply with a layer's quantised matrix [in, *out], without the layer's bias."""
-    q = Quantized(*(getattr(module, name)[...] for name in Quantized._fields))
-    return jnp.tensordot(inputs, dequantize(q, inputs.dtype), 1)
+    return _matmul(inputs, Quantized(*(getattr(module, name)[...] for name in Quantized._fields)))
+
+
+@jax.custom_vjp
+def _matmul(inputs: jax.Array, q: Quantized) -> jax.Array:
+    inputs, matrix = _made_now(inputs, q)
+    return jnp.tensordot(inputs, matrix, 1)
+
+
+def _forward(inputs: jax.Array, q: Quantized) -> tuple[jax.Array, Quantized]:
+    return _matmul(inputs, q), q
+
+
+def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
+    """Return the gradient of the inputs; a quantised matrix is frozen."""
+    gradient, matrix = _made_now(gradient, q)
+    outputs = tuple(range(1, matrix.ndim))
+    return jnp.tensordot(gradient, matrix, (tuple(-i for i in reversed(outputs)), outputs)), None
+
+
+def _made_now(operand: jax.Array, q: Quantized) -> tuple[jax.Array, jax.Array]:
+    """Return the operand, and the matrix that it is multiplied with."""
+    # In an unrolled stack XLA makes the matrices of all layers at once, and keeps them for the backward pass. So the
+    # scales depend on the operand. Codes behind the barrier would be copied.
+    operand, step = jax.lax.optimization_barrier((operand, q.step))
+    return operand, dequantize(q._replace(step=step), operand.dtype)
+
+
+_matmul.defvjp(_forward, _backward)
 
 
 def quantize_params(params: Any, like: Any, kind: Kind) -> Any:

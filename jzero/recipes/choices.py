@@ -286,7 +286,7 @@ def fitting(
     there = usable_memory_here()
     if o.memory is None and there is None:
         few = max(n for n in range(1, min(rows, MICRO_ON_CPU) + 1) if rows % n == 0)
-        fit = Fit(o.micro_batch or few, o.recompute or policies(method)[0], None)
+        fit = Fit(o.micro_batch or few, o.recompute or POLICIES[0], None)
         return fit, "CPU devices have no limit of their own (--memory)"
     most = parse_size(o.memory, "--memory") if o.memory else there.most if there else 0
 
@@ -300,7 +300,7 @@ def fitting(
 
         own = base_config(config[TRAIN], 1.0, o, method, jax.device_count())
         kept = merged(own, {key: value for key, value in given.items() if value})
-        return choose_fit(make, kept, rows, data.length, most, policies(method))
+        return choose_fit(make, kept, rows, data.length, most)
 
     found = needs(method, given)
     if isinstance(found, Fit):
@@ -313,11 +313,6 @@ def fitting(
     fits = [f"--method {name} fits{other}" for name, other in others.items() if isinstance(other, Fit)]
     fix = "; ".join(fits) or "shorter rows (--length), a smaller model or more devices may"
     raise ConfigError(f"--method {method} does not fit: {size_text(found)} of {size_text(most)} per device; {fix}")
-
-
-def policies(method: Method) -> tuple[str, ...]:
-    """Return the policies of recomputation to try; without one, QLoRA's backward pass would keep the whole matrices."""
-    return POLICIES[1:] if method == "qlora" else POLICIES
 
 
 def with_reference(batch: PyTree, reference: np.ndarray) -> PyTree:

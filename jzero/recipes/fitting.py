@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jzero.config.sizes import MICRO
@@ -30,9 +30,7 @@ class Fit(NamedTuple):
         return "" if self.peak is None else f", peak {size_text(self.peak)} per device"
 
 
-def choose_fit(
-    make: MakeStep, config: Raw, rows: int, length: int, most: int, policies: Sequence[str] = POLICIES
-) -> Fit | int:
+def choose_fit(make: MakeStep, config: Raw, rows: int, length: int, most: int) -> Fit | int:
     """Find the least recomputation with which a large micro-batch fits, else the largest micro-batch that fits.
 
     For each policy the steps of one and two rows are compiled, which predict the rest; the choice is compiled too.
@@ -40,14 +38,14 @@ def choose_fit(
     Args:
       config: the micro-batch and the policy that it has are kept.
       rows: of a device in a step. length: tokens of a row.
-      most: bytes of a device. policies: to try, from the least recomputation.
+      most: bytes of a device.
 
     Returns:
       The fit; or, if nothing fits, the bytes that the smallest needs.
     """
     best, least = None, 2**63
     given = config.get(MICRO), (config.get("activation_checkpointing") or {}).get("policy")
-    for policy in [given[1]] if given[1] else policies:
+    for policy in [given[1]] if given[1] else POLICIES:
 
         def peak(micro: int, policy: str = policy) -> int:
             with slow_work(f"planning micro-batch {micro}, recomputation {policy}"):

@@ -1,5 +1,7 @@
 """Matrices in few bits: the table of NF4, double quantisation, and QLoRA's losses and gradients."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,11 @@ from scipy.stats import norm
 
 import jzero
 from jzero.errors import ConfigError
+from jzero.planner import gpu_devices
 from models.decoder import Decoder
 from models.llama import preset
 from models.lora import LoRAConfig
-from models.quantized import NF4, Quantized, dequantize, quantize, quantize_params
+from models.quantized import NF4, Quantized, dequantize, quantize, quantize_params, quantized_matmul
 
 
 def test_the_table_is_the_papers():
@@ -123,3 +126,24 @@ def test_nf4_of_an_odd_dimension_is_refused():
     with pytest.raises(ConfigError, match="a matrix has 3 inputs, must be even"):
         quantize(jnp.ones((3, 4)), "nf4")
     assert quantize(jnp.ones((3, 4)), "int8").codes.shape == (3, 4)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_backward_pass_keeps_no_matrix(kind):
+    """Unrolled layers in a program for a GPU: XLA has one matrix at a time, and would like to have all six."""
+    layers, width = 6, 1024
+    q = jax.eval_shape(lambda: quantize(jnp.zeros((width, width)), kind))
+    (device,) = gpu_devices("h200", 1, per_host=1)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    x, parts = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (jax.ShapeDtypeStruct((32, width), jnp.bfloat16), [q._asdict()] * layers),
+    )
+
+    def loss(x, parts):
+        for part in parts:
+            x = jnp.tanh(quantized_matmul(SimpleNamespace(**part), x))
+        return x.astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower(x, parts).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 2 * width**2
