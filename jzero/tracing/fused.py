@@ -65,7 +65,7 @@ class _Matrices:
 
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
-        known = id(eqn) in self._chains.biased_cuts or eqn.outvars[0] in self._known
+        known = id(eqn) in self._chains.biased_cuts or any(v in self._known for v in eqn.outvars)
         return known or self._chains.multiplies(eqn) or self._columns(eqn) > 0
 
     def _columns(self, eqn: Equation) -> int:

@@ -208,6 +208,20 @@ def test_a_constant_result():
     assert found[1] == 1.0
 
 
+def test_a_program_with_a_print(capfd):
+    """An equation without a result runs, too, and those around it are one chain."""
+
+    def printed(x, w, down):
+        y = x @ w
+        jax.debug.print("largest {}", x.max())
+        return jax.nn.gelu(y) @ down
+
+    args = numbers(*SHAPES[gelu])
+    assert (fused(printed)(*args) == fused(gelu)(*args)).all()
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("largest") == 1
+
+
 def used_elsewhere(x, w, down):
     hidden = jnp.tanh(x @ w)
     return hidden @ down + hidden.sum()
