@@ -121,6 +121,17 @@ def distance(a, b):
     return np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b)) / np.linalg.norm(b)
 
 
+def equal_to_separate(f, args):
+    """Assert that the values and gradients of f, run without kernels, are those of f."""
+
+    def scalar(run):
+        return lambda args: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(run(*args)))
+
+    found, expected = (jax.value_and_grad(scalar(run))(args) for run in (fused(f), f))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 VALUES = list(product(SHAPES, [jnp.bfloat16, jnp.float16]))
 CHOSEN = [*product(SHAPES, [jnp.bfloat16]), (halves, jnp.float16), (biased, jnp.float16)]
 
@@ -142,6 +153,7 @@ def test_a_single_row_has_no_bias():
     """A bias of it would have the shape of an array."""
     args = numbers((1, K), *SHAPES[biased][1:])
     assert "custom_vjp_call" not in primitives(fused(biased), *args)
+    equal_to_separate(biased, args)
 
 
 def test_a_product_of_one_row_is_no_part():
@@ -222,6 +234,16 @@ def test_a_program_with_a_print(capfd):
     assert capfd.readouterr().out.count("largest") == 1
 
 
+def test_a_long_sum_of_products_is_found_in_one_walk():
+    def doubled(x, w, down):
+        y = x @ w
+        for _ in range(2000):
+            y = y + y
+        return jnp.tanh(y) @ down
+
+    assert len(Chains(jax.make_jaxpr(doubled)(*numbers(*SHAPES[gelu])).jaxpr).of) == 1
+
+
 def used_elsewhere(x, w, down):
     hidden = jnp.tanh(x @ w)
     return hidden @ down + hidden.sum()
@@ -281,6 +303,26 @@ def with_a_weight_that_waits(x, w, down):
     return hidden @ (hidden @ down)[0, :, :1].repeat(F // M + 1, 0)[:F]
 
 
+def cut_after_a_number_plus_a_product(x, w, down):
+    scale, shift = jnp.split(1 + x @ w, 2, axis=-1)
+    return x * scale + shift
+
+
+def cut_after_a_product_plus_a_number(x, w, down):
+    scale, shift = jnp.split(x @ w + 1, 2, axis=-1)
+    return x * scale + shift
+
+
+def cut_after_a_number_plus_an_array(x, w, down):
+    scale, shift = jnp.split(1 + x, 2, axis=-1)
+    return scale * shift
+
+
+def cut_then_a_number(x, w, down):
+    scale, shift = jnp.split(x @ w, 2, axis=-1)
+    return x * (scale + 1) + (shift + 1)
+
+
 def of_biases_alone(x, w, down):
     return jnp.tanh(w[:1]) @ down
 
@@ -292,7 +334,8 @@ def empty(x, w, down):
 ALONE = [
     used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array, as_in_fp8, as_in_fp16, closed_over,
     with_itself, with_its_own_maximum, with_a_wide_bias, with_two_precisions, with_a_weight_that_waits, of_biases_alone,
-    empty,
+    cut_after_a_number_plus_a_product, cut_after_a_product_plus_a_number, cut_after_a_number_plus_an_array,
+    cut_then_a_number, empty,
 ]  # fmt: skip
 
 
@@ -300,6 +343,7 @@ ALONE = [
 def test_what_is_not_between_two_products_alone_is_left_alone(f):
     args = numbers(*SHAPES[gelu])
     assert "custom_vjp_call" not in primitives(fused(f), *args)
+    equal_to_separate(f, args)
 
 
 # ---------------------------------------------------------------- compiled for GPUs
