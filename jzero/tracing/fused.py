@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +20,54 @@ from jzero.tree import PyTree
 
 
 def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool = False) -> Callable:
-    """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`.
+    """Make the function that runs the chains of products and the cross-entropies in f's trace as kernels.
+
+    It has no forward mode (`jax.jvp`): neither have the kernels.
 
     Args:
-      chains: whether it does that.
-      keep: whether the backward pass keeps the results of functions of one array, GELU's for one.
-      losses: whether it runs cross-entropies by `kernels.softmax`.
+      chains: whether to replace chains, see `kernels.fusion.parts`.
+      losses: whether to replace cross-entropies, see `kernels.softmax`.
+      keep: whether the backward pass keeps the results of elementwise functions of one array, GELU's for one.
     """
 
     def run(*args: PyTree) -> PyTree:
-        try:
-            closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
-        except TypeError:
-            return f(*args)  # a result that is no array has a better error where it is used
-        program, found = Equations(closed), Chains(closed.jaxpr, lambda _: chains)
-        matrices = _Matrices(found, keep)
+        others: dict[int, Any] = {}  # results that are no arrays have a better error where they are used
+        tree = jax.tree.structure(None)
+
+        def arrays(*args: PyTree) -> list[jax.Array]:
+            nonlocal others, tree
+            leaves, tree = jax.tree.flatten(f(*args))
+            others = {i: x for i, x in enumerate(leaves) if not _is_array(x)}
+            return [x for i, x in enumerate(leaves) if i not in others]
+
+        closed = jax.make_jaxpr(arrays)(*args)
+        program, matrices = Equations(closed), _Matrices(Chains(closed.jaxpr), keep) if chains else None
         ends = cross_entropies(closed.jaxpr) if losses else {}
 
         def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
             if loss := ends.get(id(eqn)):
                 with source_of(eqn), eqn.ctx.manager:
                     return [loss(*read([loss.logits, loss.labels]))]
-            if not (chains and matrices.takes(eqn)):
+            if matrices is None or not matrices.takes(eqn):
                 return run_equation(eqn, read)
             with source_of(eqn), eqn.ctx.manager:
                 return matrices.run(eqn, read)
 
-        kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
+        kept = [eqn for eqn in program.eqns if matrices is None or id(eqn) not in matrices.skipped]
         outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
-        return jax.tree.unflatten(jax.tree.structure(result), outputs)
+        found = iter(outputs)
+        return tree.unflatten([others[i] if i in others else next(found) for i in range(tree.num_leaves)])
 
     return run
+
+
+def _is_array(x: Any) -> bool:
+    """Return whether a function that JAX transforms may return x."""
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
 
 
 class _Matrices:
@@ -62,6 +80,7 @@ class _Matrices:
     def __init__(self, chains: Chains, keep: bool):
         self._chains, self._keep, self._known = chains, keep, dict[Variable, jax.Array]()
         self._sums: set[Variable] = set()
+        self.skipped = chains.skipped
 
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is a product, or a sum with one, or cuts it into parts."""

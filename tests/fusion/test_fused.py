@@ -244,6 +244,23 @@ def test_a_long_sum_of_products_is_found_in_one_walk():
     assert len(Chains(jax.make_jaxpr(doubled)(*numbers(*SHAPES[gelu])).jaxpr).of) == 1
 
 
+def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
+    """Both without a second trace."""
+    traces = []
+
+    def f(x):
+        traces.append(x)
+        return {"a": x @ x, "b": "text", "c": (1.0, None)}
+
+    (x,) = numbers((K, K))
+    found = fused(f)(x)
+    assert (found["a"] == x @ x).all()
+    assert (found["b"], found["c"]) == ("text", (1.0, None))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        fused(lambda x: f(x) + 1)(x)
+    assert len(traces) == 2
+
+
 def used_elsewhere(x, w, down):
     hidden = jnp.tanh(x @ w)
     return hidden @ down + hidden.sum()
