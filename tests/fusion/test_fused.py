@@ -149,6 +149,14 @@ def test_values_and_gradients_against_float64(f, dtype):
         assert distance(a, b) <= min(2 * BF16, distance(unfused, b))  # fewer results are rounded
 
 
+@pytest.mark.parametrize("f", [biased, cut_then_biased, biased_then_cut], ids=lambda f: f.__name__)
+def test_policies_of_checkpoints_see_what_a_forward_pass_computes(f):
+    """No function with a derivative of its own is left, in which they see no product."""
+    args, (g,) = numbers(*SHAPES[f]), numbers(SHAPES[f][0])
+    backward = jax.make_jaxpr(partial(gradients, fused(f)))(args, g)
+    assert not [one for one in operations(backward.jaxpr) if one.name.startswith("custom_vjp_call")]
+
+
 def test_a_single_row_has_no_bias():
     """A bias of it would have the shape of an array."""
     args = numbers((1, K), *SHAPES[biased][1:])
