@@ -31,14 +31,14 @@ def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool 
     """
 
     def run(*args: PyTree) -> PyTree:
-        others: dict[int, Any] = {}  # results that are no arrays have a better error where they are used
-        tree = jax.tree.structure(None)
+        others: list[Any] = []  # results that are no arrays have a better error where they are used
+        tree: Any = None
 
         def arrays(*args: PyTree) -> list[jax.Array]:
             nonlocal others, tree
             leaves, tree = jax.tree.flatten(f(*args))
-            others = {i: x for i, x in enumerate(leaves) if not _is_array(x)}
-            return [x for i, x in enumerate(leaves) if i not in others]
+            others = [None if _is_array(x) else x for x in leaves]
+            return [x for x, other in zip(leaves, others, strict=True) if other is None]
 
         closed = jax.make_jaxpr(arrays)(*args)
         program, matrices = Equations(closed), _Matrices(Chains(closed.jaxpr), keep) if chains else None
@@ -56,7 +56,7 @@ def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool 
         kept = [eqn for eqn in program.eqns if matrices is None or id(eqn) not in matrices.skipped]
         outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
         found = iter(outputs)
-        return tree.unflatten([others[i] if i in others else next(found) for i in range(tree.num_leaves)])
+        return jax.tree.unflatten(tree, [next(found) if x is None else x for x in others])
 
     return run
 

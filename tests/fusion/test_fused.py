@@ -16,6 +16,8 @@ import jzero
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.elementwise import PRIMITIVES, is_elementwise
 from jzero.planner import gpu_devices
+from jzero.spread.interpreter import interpret
+from jzero.spread.sharded_array import ModelGroup, whole
 from jzero.tracing.equations import operations
 from jzero.tracing.fused import fused
 from models.llama import Llama, LlamaConfig
@@ -228,8 +230,17 @@ def test_a_constant_result():
     assert found[1] == 1.0
 
 
-def test_a_program_with_a_print(capfd):
-    """An equation without a result runs, too, and those around it are one chain."""
+def on_a_group(f):
+    def run(*args):
+        (y,) = interpret(ModelGroup({}), jax.make_jaxpr(f)(*args), [whole(x) for x in args])
+        return y.x
+
+    return run
+
+
+@pytest.mark.parametrize("run", [fused, on_a_group], ids=lambda run: run.__name__)
+def test_a_program_with_a_print(run, capfd):
+    """An equation without a result runs, too, and those around it are found as without it."""
 
     def printed(x, w, down):
         y = x @ w
@@ -237,7 +248,7 @@ def test_a_program_with_a_print(capfd):
         return jax.nn.gelu(y) @ down
 
     args = numbers(*SHAPES[gelu])
-    assert (fused(printed)(*args) == fused(gelu)(*args)).all()
+    assert (run(printed)(*args) == run(gelu)(*args)).all()
     jax.effects_barrier()
     assert capfd.readouterr().out.count("largest") == 1
 
