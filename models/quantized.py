@@ -102,7 +102,7 @@ def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul(inputs: jax.Array, q: Quantized) -> jax.Array:
-    """Multiply with a quantised matrix, whose backward pass makes it again; it has no forward mode (`jax.jvp`)."""
+    """Multiply with a quantised matrix, made again in the backward pass; `jax.jvp` does not pass through."""
     return _forward(inputs, q)[0]
 
 

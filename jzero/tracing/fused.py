@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jzero.tree import PyTree
 def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool = False) -> Callable:
     """Make the function that runs the chains of products and the cross-entropies in f's trace as kernels.
 
-    It has no forward mode (`jax.jvp`): neither have the kernels.
+    Forward mode (`jax.jvp`) does not pass through it.
 
     Args:
       chains: whether to replace chains, see `kernels.fusion.parts`.
@@ -31,8 +30,8 @@ def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool 
     """
 
     def run(*args: PyTree) -> PyTree:
-        others: list[Any] = []  # results that are no arrays have a better error where they are used
-        tree: Any = None
+        others: list[PyTree] = []  # results that are no arrays have a better error where they are used
+        tree: PyTree = None
 
         def arrays(*args: PyTree) -> list[jax.Array]:
             nonlocal others, tree
@@ -54,14 +53,13 @@ def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool 
                 return matrices.run(eqn, read)
 
         kept = [eqn for eqn in program.eqns if matrices is None or id(eqn) not in matrices.skipped]
-        outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
-        found = iter(outputs)
+        found = iter(program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs))
         return jax.tree.unflatten(tree, [next(found) if x is None else x for x in others])
 
     return run
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     """Return whether a function that JAX transforms may return x."""
     try:
         jax.typeof(x)
