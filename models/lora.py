@@ -83,11 +83,11 @@ class FusedLinear(nnx.LinearGeneral):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
         at = [*accumulate(width for _, width in self.widths)][:-1]
-        bias = None if self.bias is None else self.bias[...].reshape((1,) * (inputs.ndim - 1) + self.bias.shape)
         # Cut before the product, so that what adds them to its parts can run as one kernel: see `kernels.fusion`.
-        biases = None if bias is None else jnp.split(bias, at, axis=self.cut)
+        wide = (1,) * (inputs.ndim - 1)
+        biases = [] if self.bias is None else jnp.split(self.bias[...].reshape(wide + self.bias.shape), at, self.cut)
         if hasattr(self, "kernel"):
-            x, kernel = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
+            x, kernel, *biases = self.promote_dtype((inputs, self.kernel[...], *biases), dtype=self.dtype)
             numbers = (((x.ndim - 1,), (0,)), ((), ()))
             dot_general = self.dot_general or jax.lax.dot_general
             y = dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
@@ -96,7 +96,7 @@ class FusedLinear(nnx.LinearGeneral):
         y = self._adapted(inputs, y)
         parts = jnp.split(y, at, axis=self.cut)
         # Added to the whole product, XLA writes the bias as an array as large as the product, for cuBLAS to add.
-        if biases is not None:
+        if biases:
             parts = [part + own.astype(part.dtype) for part, own in zip(parts, biases, strict=True)]
         return tuple(parts)
 
@@ -114,7 +114,10 @@ class FusedLinear(nnx.LinearGeneral):
                 around[1 + cut] = before, shape[cut] - width - before, 0
                 pairs.append((adapter.lora_a[...], jax.lax.pad(b, jnp.zeros((), b.dtype), around)))
             before += width
-        return y + _low_rank(self, inputs, *map(_joined, (1, 0), zip(*pairs, strict=True))) if pairs else y
+        if not pairs:
+            return y
+        a, b = zip(*pairs, strict=True)
+        return y + _low_rank(self, inputs, jnp.concatenate(a, 1), jnp.concatenate(b, 0))
 
 
 class LoRALinear(nnx.Linear):
@@ -148,10 +151,6 @@ def _add_adapters(
 def _low_rank(module: Any, inputs: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """Compute scale * inputs a b, for b [r, ...]; the scale has no pass over the wide result of its own."""
     return jnp.tensordot(inputs @ a * module.scale, b, 1)
-
-
-def _joined(axis: int, xs: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate(xs, axis)
 
 
 def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

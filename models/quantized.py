@@ -102,23 +102,25 @@ def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul(inputs: jax.Array, q: Quantized) -> jax.Array:
-    inputs, matrix = _made_now(inputs, q)
-    return jnp.tensordot(inputs, matrix, 1)
+    """Multiply with a quantised matrix, made again in the backward pass; `jax.jvp` does not pass through."""
+    return _forward(inputs, q)[0]
 
 
 def _forward(inputs: jax.Array, q: Quantized) -> tuple[jax.Array, Quantized]:
-    return _matmul(inputs, q), q
+    # Not by `_matmul`: a checkpoint's policy sees no product inside a function with a derivative of its own.
+    inputs, matrix = _dequantize_now(inputs, q)
+    return jnp.tensordot(inputs, matrix, 1), q
 
 
 def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
     """Return the gradient of the inputs; a quantised matrix is frozen."""
-    gradient, matrix = _made_now(gradient, q)
+    gradient, matrix = _dequantize_now(gradient, q)
     outputs = tuple(range(1, matrix.ndim))
     return jnp.tensordot(gradient, matrix, (tuple(-i for i in reversed(outputs)), outputs)), None
 
 
-def _made_now(operand: jax.Array, q: Quantized) -> tuple[jax.Array, jax.Array]:
-    """Return the operand, and the matrix that it is multiplied with."""
+def _dequantize_now(operand: jax.Array, q: Quantized) -> tuple[jax.Array, jax.Array]:
+    """Return the operand, and the matrix to multiply it with."""
     # In an unrolled stack XLA makes the matrices of all layers at once, and keeps them for the backward pass. So the
     # scales depend on the operand. Codes behind the barrier would be copied.
     operand, step = jax.lax.optimization_barrier((operand, q.step))

@@ -108,7 +108,7 @@ class _Chained:
 
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is one of a chain's products."""
-        return id(eqn) in self.chains.of or eqn.outvars[0] in self._sources
+        return id(eqn) in self.chains.of or not self._sources.isdisjoint(eqn.outvars)
 
     def run(self, eqn: Equation) -> list[ShardedArray]:
         """Run the first or the last product of a chain."""

@@ -38,7 +38,7 @@ class Chunk:
         the gradient is taken with respect to `diff`. The state has none, nor have leaves of x that are neither floating
         nor complex. The context is other arguments that do not depend on x: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
-      keep: whether the backward pass keeps the results of functions of one array between products.
+      keep: whether the backward pass keeps the results of elementwise functions of one array.
       again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
     """
 

@@ -19,37 +19,53 @@ from jzero.tree import PyTree
 
 
 def fused(f: Callable, *, chains: bool = True, losses: bool = False, keep: bool = False) -> Callable:
-    """Make the function that runs each chain of products in f's trace as one, see `kernels.fusion.parts`.
+    """Make the function that runs the chains of products and the cross-entropies in f's trace as kernels.
+
+    Forward mode (`jax.jvp`) does not pass through it.
 
     Args:
-      chains: whether it does that.
-      keep: whether the backward pass keeps the results of functions of one array, GELU's for one.
-      losses: whether it runs cross-entropies by `kernels.softmax`.
+      chains: whether to replace chains, see `kernels.fusion.parts`.
+      losses: whether to replace cross-entropies, see `kernels.softmax`.
+      keep: whether the backward pass keeps the results of elementwise functions of one array, GELU's for one.
     """
 
     def run(*args: PyTree) -> PyTree:
-        try:
-            closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
-        except TypeError:
-            return f(*args)  # a result that is no array has a better error where it is used
-        program, found = Equations(closed), Chains(closed.jaxpr, lambda _: chains)
-        matrices = _Matrices(found, keep)
+        others: list[PyTree] = []  # results that are no arrays have a better error where they are used
+        tree: PyTree = None
+
+        def arrays(*args: PyTree) -> list[jax.Array]:
+            nonlocal others, tree
+            leaves, tree = jax.tree.flatten(f(*args))
+            others = [None if _is_array(x) else x for x in leaves]
+            return [x for x, other in zip(leaves, others, strict=True) if other is None]
+
+        closed = jax.make_jaxpr(arrays)(*args)
+        program, matrices = Equations(closed), _Matrices(Chains(closed.jaxpr), keep) if chains else None
         ends = cross_entropies(closed.jaxpr) if losses else {}
 
         def bind(eqn: Equation, read: Read[jax.Array]) -> Sequence[jax.Array]:
             if loss := ends.get(id(eqn)):
                 with source_of(eqn), eqn.ctx.manager:
                     return [loss(*read([loss.logits, loss.labels]))]
-            if not (chains and matrices.takes(eqn)):
+            if matrices is None or not matrices.takes(eqn):
                 return run_equation(eqn, read)
             with source_of(eqn), eqn.ctx.manager:
                 return matrices.run(eqn, read)
 
-        kept = [eqn for eqn in program.eqns if id(eqn) not in found.skipped]
-        outputs = program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs)
-        return jax.tree.unflatten(jax.tree.structure(result), outputs)
+        kept = [eqn for eqn in program.eqns if matrices is None or id(eqn) not in matrices.skipped]
+        found = iter(program.run(kept, program.inputs, jax.tree.leaves(args), bind)(program.outputs))
+        return jax.tree.unflatten(tree, [next(found) if x is None else x for x in others])
 
     return run
+
+
+def _is_array(x: object) -> bool:
+    """Return whether a function that JAX transforms may return x."""
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
 
 
 class _Matrices:
@@ -62,10 +78,11 @@ class _Matrices:
     def __init__(self, chains: Chains, keep: bool):
         self._chains, self._keep, self._known = chains, keep, dict[Variable, jax.Array]()
         self._sums: set[Variable] = set()
+        self.skipped = chains.skipped
 
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
-        known = id(eqn) in self._chains.biased_cuts or eqn.outvars[0] in self._known
+        known = id(eqn) in self._chains.biased_cuts or any(v in self._known for v in eqn.outvars)
         return known or self._chains.multiplies(eqn) or self._columns(eqn) > 0
 
     def _columns(self, eqn: Equation) -> int:

@@ -16,6 +16,8 @@ import jzero
 from jzero.kernels.fusion.chains import Chains
 from jzero.kernels.fusion.elementwise import PRIMITIVES, is_elementwise
 from jzero.planner import gpu_devices
+from jzero.spread.interpreter import interpret
+from jzero.spread.sharded_array import ModelGroup, whole
 from jzero.tracing.equations import operations
 from jzero.tracing.fused import fused
 from models.llama import Llama, LlamaConfig
@@ -121,6 +123,17 @@ def distance(a, b):
     return np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b)) / np.linalg.norm(b)
 
 
+def equal_to_separate(f, args):
+    """Assert that the values and gradients of f, run without kernels, are those of f."""
+
+    def scalar(run):
+        return lambda args: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(run(*args)))
+
+    found, expected = (jax.value_and_grad(scalar(run))(args) for run in (fused(f), f))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 VALUES = list(product(SHAPES, [jnp.bfloat16, jnp.float16]))
 CHOSEN = [*product(SHAPES, [jnp.bfloat16]), (halves, jnp.float16), (biased, jnp.float16)]
 
@@ -138,10 +151,19 @@ def test_values_and_gradients_against_float64(f, dtype):
         assert distance(a, b) <= min(2 * BF16, distance(unfused, b))  # fewer results are rounded
 
 
+@pytest.mark.parametrize("f", [biased, cut_then_biased, biased_then_cut], ids=lambda f: f.__name__)
+def test_policies_of_checkpoints_see_what_a_forward_pass_computes(f):
+    """No function with a derivative of its own is left, in which they see no product."""
+    args, (g,) = numbers(*SHAPES[f]), numbers(SHAPES[f][0])
+    backward = jax.make_jaxpr(partial(gradients, fused(f)))(args, g)
+    assert not [one for one in operations(backward.jaxpr) if one.name.startswith("custom_vjp_call")]
+
+
 def test_a_single_row_has_no_bias():
     """A bias of it would have the shape of an array."""
     args = numbers((1, K), *SHAPES[biased][1:])
     assert "custom_vjp_call" not in primitives(fused(biased), *args)
+    equal_to_separate(biased, args)
 
 
 def test_a_product_of_one_row_is_no_part():
@@ -208,6 +230,56 @@ def test_a_constant_result():
     assert found[1] == 1.0
 
 
+def on_a_group(f):
+    def run(*args):
+        (y,) = interpret(ModelGroup({}), jax.make_jaxpr(f)(*args), [whole(x) for x in args])
+        return y.x
+
+    return run
+
+
+@pytest.mark.parametrize("run", [fused, on_a_group], ids=lambda run: run.__name__)
+def test_a_program_with_a_print(run, capfd):
+    """An equation without a result runs, too, and those around it are found as without it."""
+
+    def printed(x, w, down):
+        y = x @ w
+        jax.debug.print("largest {}", x.max())
+        return jax.nn.gelu(y) @ down
+
+    args = numbers(*SHAPES[gelu])
+    assert (run(printed)(*args) == run(gelu)(*args)).all()
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("largest") == 1
+
+
+def test_a_long_sum_of_products_is_found_in_one_walk():
+    def doubled(x, w, down):
+        y = x @ w
+        for _ in range(2000):
+            y = y + y
+        return jnp.tanh(y) @ down
+
+    assert len(Chains(jax.make_jaxpr(doubled)(*numbers(*SHAPES[gelu])).jaxpr).of) == 1
+
+
+def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
+    """Both without a second trace."""
+    traces = []
+
+    def f(x):
+        traces.append(x)
+        return {"a": x @ x, "b": "text", "c": (1.0, None)}
+
+    (x,) = numbers((K, K))
+    found = fused(f)(x)
+    assert (found["a"] == x @ x).all()
+    assert (found["b"], found["c"]) == ("text", (1.0, None))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        fused(lambda x: f(x) + 1)(x)
+    assert len(traces) == 2
+
+
 def used_elsewhere(x, w, down):
     hidden = jnp.tanh(x @ w)
     return hidden @ down + hidden.sum()
@@ -267,6 +339,26 @@ def with_a_weight_that_waits(x, w, down):
     return hidden @ (hidden @ down)[0, :, :1].repeat(F // M + 1, 0)[:F]
 
 
+def cut_after_a_number_plus_a_product(x, w, down):
+    scale, shift = jnp.split(1 + x @ w, 2, axis=-1)
+    return x * scale + shift
+
+
+def cut_after_a_product_plus_a_number(x, w, down):
+    scale, shift = jnp.split(x @ w + 1, 2, axis=-1)
+    return x * scale + shift
+
+
+def cut_after_a_number_plus_an_array(x, w, down):
+    scale, shift = jnp.split(1 + x, 2, axis=-1)
+    return scale * shift
+
+
+def cut_then_a_number(x, w, down):
+    scale, shift = jnp.split(x @ w, 2, axis=-1)
+    return x * (scale + 1) + (shift + 1)
+
+
 def of_biases_alone(x, w, down):
     return jnp.tanh(w[:1]) @ down
 
@@ -278,7 +370,8 @@ def empty(x, w, down):
 ALONE = [
     used_elsewhere, product_used_elsewhere, returned, of_rows, of_another_array, as_in_fp8, as_in_fp16, closed_over,
     with_itself, with_its_own_maximum, with_a_wide_bias, with_two_precisions, with_a_weight_that_waits, of_biases_alone,
-    empty,
+    cut_after_a_number_plus_a_product, cut_after_a_product_plus_a_number, cut_after_a_number_plus_an_array,
+    cut_then_a_number, empty,
 ]  # fmt: skip
 
 
@@ -286,6 +379,7 @@ ALONE = [
 def test_what_is_not_between_two_products_alone_is_left_alone(f):
     args = numbers(*SHAPES[gelu])
     assert "custom_vjp_call" not in primitives(fused(f), *args)
+    equal_to_separate(f, args)
 
 
 # ---------------------------------------------------------------- compiled for GPUs

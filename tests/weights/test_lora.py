@@ -17,7 +17,7 @@ import jzero
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 from models.llama import Llama, LlamaConfig, preset
-from models.lora import MODULES, LoRAConfig
+from models.lora import MODULES, FusedLinear, LoRAConfig
 
 STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 # With adapters for a part of qkv only.
@@ -162,6 +162,19 @@ def test_one_h200_holds_the_frozen_weights_once(no_compilation_cache):
     logits = 4096 * 128_256 * (2 + 2)  # and their gradient
     layer_inputs = 32 * 4096 * 4096 * 2
     assert found.peak - found.arguments < 1.2 * (logits + layer_inputs)
+
+
+@pytest.mark.parametrize("bias", [jnp.float32, jnp.bfloat16])
+def test_a_fused_layer_promotes_its_bias_as_flax_does(bias):
+    """A float32 bias on a bfloat16 kernel gives float32."""
+    options = {"use_bias": True, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    layer, own = FusedLinear(8, (6,), 0, {"q_proj": 4, "k_proj": 2}, **options), nnx.Linear(8, 6, **options)
+    own.kernel[...] = layer.kernel[...]
+    layer.bias, own.bias = (nnx.Param(jnp.linspace(-1, 1, 6, dtype=bias)) for _ in range(2))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 8), jnp.bfloat16)
+    parts = layer(x)
+    assert [part.dtype for part in parts] == [bias, bias]
+    np.testing.assert_array_equal(jnp.concatenate(parts, -1), own(x))
 
 
 def test_adapters_start_at_nothing():

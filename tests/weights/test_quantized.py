@@ -10,8 +10,11 @@ from helpers.sampling import keep
 from scipy.stats import norm
 
 import jzero
+from jzero.config import ActivationCheckpointing
 from jzero.errors import ConfigError
+from jzero.passes.remat import Remat, checkpointed
 from jzero.planner import gpu_devices
+from jzero.tracing.equations import operations
 from models.decoder import Decoder
 from models.llama import preset
 from models.lora import LoRAConfig
@@ -126,6 +129,29 @@ def test_nf4_of_an_odd_dimension_is_refused():
     with pytest.raises(ConfigError, match="a matrix has 3 inputs, must be even"):
         quantize(jnp.ones((3, 4)), "nf4")
     assert quantize(jnp.ones((3, 4)), "int8").codes.shape == (3, 4)
+
+
+@pytest.mark.parametrize("cpu_checkpointing", [False, True])
+def test_the_policy_matmuls_keeps_the_products(cpu_checkpointing):
+    """Two layers: with checkpoints their gradients take as many products as without."""
+    width = 64
+    q = jax.eval_shape(lambda: quantize(jnp.zeros((width, width)), "nf4"))
+    section = ActivationCheckpointing(policy="matmuls", cpu_checkpointing=cpu_checkpointing)
+
+    def layers(weights, x, key):
+        for part in weights:
+            x = jnp.tanh(quantized_matmul(SimpleNamespace(**part._asdict()), x))
+        return x
+
+    def products(run):
+        def loss(x, weights):
+            return run(weights, x, None).astype(jnp.float32).sum()
+
+        traced = jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((8, width), jnp.bfloat16), [q, q])
+        return sum(one.name == "dot_general" for one in operations(traced.jaxpr))
+
+    run = checkpointed(lambda pair: pair, layers, Remat(section, 0, False), unrolled=True)
+    assert products(run) == products(layers) == 4
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

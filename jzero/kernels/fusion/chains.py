@@ -76,7 +76,10 @@ class Chains:
         self._fits, self._plain = fits, plain
         self._made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
-        self._users = users_of(jaxpr)
+        self._users, self._terms = users_of(jaxpr), set[Variable]()
+        for eqn in jaxpr.eqns:
+            if self.multiplies(eqn) or self._is_sum(eqn):
+                self._terms.update(eqn.outvars)
         self.of: dict[int, Chain] = {}
         for eqn in jaxpr.eqns:
             if id(eqn) not in self.of and self.multiplies(eqn) and (chain := self._chain(eqn)):
@@ -156,14 +159,13 @@ class Chains:
         return tuple(eqn for eqn in self._users[first.invars[0]].values() if eqn and fits(eqn))
 
     def _adds_up(self, v: Variable) -> bool:
-        """Return whether v is the result of a product of the form above, or the sum of two."""
-        eqn = self._made.get(v)
-        if eqn is None or self.multiplies(eqn):
-            return eqn is not None
-        sums = eqn.primitive.name in ("add", "add_any") and not self._plain
-        return sums and all(
-            not is_constant(u) and u.aval.shape == v.aval.shape and self._adds_up(u) for u in eqn.invars
-        )
+        """Return whether v is the result of a product of the form above, or a sum of such results."""
+        return not is_constant(v) and v in self._terms
+
+    def _is_sum(self, eqn: Equation) -> bool:
+        if self._plain or eqn.primitive.name not in ("add", "add_any"):
+            return False
+        return all(v.aval.shape == eqn.outvars[0].aval.shape and self._adds_up(v) for v in eqn.invars)
 
     def _biased_cut(self, eqn: Equation) -> BiasedCut | None:
         (source,), parts, axis = eqn.invars, tuple(eqn.outvars), eqn.params["axis"]
@@ -174,8 +176,9 @@ class Chains:
 
         def is_tail(v: Variable, of: Variable) -> bool:
             shape = (*(1,) * axis, *of.aval.shape[axis:])
-            known = v not in self._made or self._order[id(self._made[v])] < self._order[id(eqn)]
-            return not is_constant(v) and known and v.aval.shape == shape and v.aval.dtype == of.aval.dtype
+            if is_constant(v) or v.aval.shape != shape or v.aval.dtype != of.aval.dtype:
+                return False
+            return v not in self._made or self._order[id(self._made[v])] < self._order[id(eqn)]
 
         if made.primitive.name == "add" and len(self._users[source]) == 1:
             product, row = made.invars

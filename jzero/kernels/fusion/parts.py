@@ -166,6 +166,10 @@ def cut_with_rows(y: jax.Array, rows: jax.Array) -> list[jax.Array]:
 
     The backward pass joins the gradients and sums each over its rows in one pass. XLA takes one for each of them.
     """
+    return _cut(y, rows)
+
+
+def _cut(y: jax.Array, rows: jax.Array) -> list[jax.Array]:
     parts = y.reshape(len(y), *rows.shape)
     return [parts[:, i] + row for i, row in enumerate(rows)]
 
@@ -178,7 +182,7 @@ def _joined(_: None, gradients: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return dy.reshape(len(dy), -1), sums[0]
 
 
-cut_with_rows.defvjp(lambda y, rows: (cut_with_rows(y, rows), None), _joined)
+cut_with_rows.defvjp(lambda y, rows: (_cut(y, rows), None), _joined)
 
 
 # ------------------------------------------------------------------ and the products after it
