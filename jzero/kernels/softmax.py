@@ -27,7 +27,7 @@ def row_losses(
     """Compute float32 cross-entropies [...] of logits [..., V], with the gradient written out.
 
     Autodiff would keep float32 probabilities [..., V] for the backward pass. Written out, the residuals are the logits
-    in their own dtype and one normalizer per row: the gradient is softmax(logits) - one_hot(label).
+    in their own dtype and two numbers per row: the gradient is softmax(logits) - one_hot(label).
 
     Args:
       labels: [...] integers; one that is no column has the logit 0.
@@ -46,12 +46,13 @@ def row_losses(
         if axis is not None:
             local, highest = highest, lax.pmax(highest, axis)  # of all slices, so that no exponential overflows
             total, picked = lax.psum(jnp.stack([total * jnp.exp(local - highest), picked]), axis)
-        normalizer = jnp.log(total) + highest
-        return normalizer - picked, (logits, labels, normalizer)
+        # Apart: their sum in float32 has the error of a number as large as the logits, which may all be far from 0.
+        log_total = jnp.log(total)
+        return log_total - (picked - highest), (logits, labels, highest, log_total)
 
     def backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, None]:
-        logits, labels, normalizer = saved
-        return row_gradient(logits, *own(labels), normalizer, g), None
+        logits, labels, highest, log_total = saved
+        return row_gradient(logits, *own(labels), highest, log_total, g), None
 
     @jax.custom_vjp
     def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -77,10 +78,15 @@ def row_sums(logits: jax.Array, labels: jax.Array, size: jax.Array | int) -> tup
 
 
 def row_gradient(
-    logits: jax.Array, labels: jax.Array, size: jax.Array | int, normalizer: jax.Array, g: jax.Array
+    logits: jax.Array,
+    labels: jax.Array,
+    size: jax.Array | int,
+    highest: jax.Array,
+    log_total: jax.Array,
+    g: jax.Array,
 ) -> jax.Array:
-    """Compute (exp(logits - normalizer) - one_hot(labels)) * g in the dtype of the logits; see `row_sums`."""
-    (dx,) = _bind(_gradient, logits, labels, size, normalizer, g)
+    """Compute (exp(logits - highest - log_total) - one_hot(labels)) * g in the logits' dtype; see `row_sums`."""
+    (dx,) = _bind(_gradient, logits, labels, size, highest, log_total, g)
     return dx
 
 
@@ -100,10 +106,10 @@ def _sums(x: jax.Array, labels: jax.Array, size: jax.Array) -> tuple[jax.Array, 
 
 
 def _gradient(
-    x: jax.Array, labels: jax.Array, size: jax.Array, normalizer: jax.Array, g: jax.Array
+    x: jax.Array, labels: jax.Array, size: jax.Array, highest: jax.Array, log_total: jax.Array, g: jax.Array
 ) -> tuple[jax.Array]:
     columns = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    p = jnp.exp(x.astype(jnp.float32) - normalizer[..., None])
+    p = jnp.exp((x.astype(jnp.float32) - highest[..., None]) - log_total[..., None])
     dx = (p - (columns == labels[..., None])) * g[..., None]
     return (jnp.where(columns < size, dx, 0).astype(x.dtype),)
 
@@ -159,13 +165,15 @@ def tiled_gradient(logits: jax.Array, *others: jax.Array) -> list[jax.Array]:
     V = logits.shape[-1]
     width = min(COLUMNS, 1 << (V - 1).bit_length())
 
-    # logits [1, V], label [1], size [], normalizer [1], g [1]; dx [1, V]
-    def kernel(x_ref: Ref, label_ref: Ref, size_ref: Ref, normalizer_ref: Ref, g_ref: Ref, dx_ref: Ref) -> None:
-        label, size, normalizer, g = label_ref[0], size_ref[()], normalizer_ref[0], g_ref[0]
+    # logits [1, V], label [1], size [], highest [1], log_total [1], g [1]; dx [1, V]
+    def kernel(x_ref: Ref, label_ref: Ref, size_ref: Ref, *refs: Ref) -> None:
+        *row_refs, dx_ref = refs
+        label, size, (highest, log_total, g) = label_ref[0], size_ref[()], (ref[0] for ref in row_refs)
+        log2_total = log_total * LOG2E  # so that its subtraction is one instruction with the product in `_exp`
 
         def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
             x, columns = _read(x_ref, i * width, width, masked)
-            dx = (_exp(x, normalizer) - jnp.where(columns == label, 1.0, 0.0)) * g
+            dx = (_exp(x, highest, log2_total) - jnp.where(columns == label, 1.0, 0.0)) * g
             dx = jnp.where(columns < size, dx, 0) if masked else dx
             mask = columns < V if masked and V % width else None
             triton.store(dx_ref.at[0, columns], dx.astype(dx_ref.dtype), mask=mask)
@@ -184,9 +192,9 @@ def _over_columns(step: Callable, carry: tuple, size: jax.Array, V: int, width: 
     return lax.fori_loop(whole, -(-V // width), lambda i, carry: step(i, carry, masked=True), carry)
 
 
-def _exp(x: jax.Array, of_zero: jax.Array) -> jax.Array:
-    """Compute exp(x - of_zero) in fewer instructions: Triton's exp is exact to the last bit."""
-    return jnp.exp2((x - of_zero) * LOG2E)
+def _exp(x: jax.Array, highest: jax.Array, log2_total: jax.Array | float = 0.0) -> jax.Array:
+    """Compute exp(x - highest) / 2**log2_total in fewer instructions: Triton's exp is exact to the last bit."""
+    return jnp.exp2((x - highest) * LOG2E - log2_total)
 
 
 def _read(ref: Ref, start: jax.Array, width: int, masked: bool) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ from flax import linen, nnx
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
+from jzero.kernels.fusion.cross_entropies import _Match, cross_entropies
 from jzero.planner import gpu_devices
 from jzero.tracing.equations import operations
 from jzero.tracing.fused import fused
@@ -124,6 +125,63 @@ def test_what_stands_around_a_loss_stays(f, n):
         np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (a, b)), rtol=2**-7, atol=1e-6)
 
 
+def operands(f, logits, labels):
+    """The dtypes of the logits that kernels read."""
+    found = operations(jax.make_jaxpr(by_kernels(f))(logits, labels).jaxpr)
+    return [str(operation.eqn.invars[0].aval.dtype) for operation in found if operation.name == KERNEL]
+
+
+def test_shares_of_a_gradient_are_summed_before_they_are_rounded():
+    """A z-loss and the loss read the same logits; rounded apart, their sum would be rounded a second time."""
+    logits, labels, _ = numbers(16, dtype=jnp.bfloat16)
+
+    def loss(logits, labels):
+        return with_accuracy_and_z_loss(logits, labels)[0]
+
+    assert operands(loss, logits, labels) == ["float32"]
+    found = np.asarray(jax.grad(by_kernels(loss))(logits, labels), np.float64)
+    with jax.enable_x64(True):
+        exact = jax.grad(in_float64)(jnp.asarray(np.asarray(logits, np.float64)), labels)
+    np.testing.assert_allclose(found, exact, rtol=1.001 * 2.0**-8, atol=1e-12)
+
+
+def in_float64(logits, labels):
+    z = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return ((z - picked) * (logits.argmax(-1) == labels) + 1e-2 * z**2).mean()
+
+
+def test_an_accuracy_leaves_the_logits_in_16_bits():
+    logits, labels, _ = numbers(16, dtype=jnp.bfloat16)
+
+    def loss(logits, labels):
+        logits = logits.astype(jnp.float32)
+        return of_optax(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
+
+    assert operands(loss, logits, labels) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("wide_functions", [0, 4])
+def test_a_search_compares_few_equations(wide_functions, monkeypatch):
+    """Of 5,000 equations with 40 wide shapes those alone that could end a loss, and for the shapes of exponentials."""
+    compared, same = [], _Match.same
+    monkeypatch.setattr(_Match, "same", lambda *args: compared.append(args) or same(*args))
+
+    def wide(x):
+        total = 0.0
+        for i in range(40):
+            h = jnp.ones((4, 8 + i, V)) * x
+            for _ in range(40):
+                h = jnp.sin(h) + h * h
+            total += (jnp.exp(h) if i < wide_functions else h).sum()
+        return total
+
+    jaxpr = jax.make_jaxpr(wide)(1.0).jaxpr
+    assert len(jaxpr.eqns) >= 5000
+    assert cross_entropies(jaxpr) == {}
+    assert len(compared) <= 10 * wide_functions
+
+
 def without_a_cast(logits, labels):
     """Its result is rounded to 16 bits."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -182,6 +240,19 @@ def of_odd_columns(logits, labels):
 
 def of_small_labels(logits, labels):
     return of_optax(logits, labels.astype(jnp.int16))
+
+
+def in_a_scan(logits, labels):
+    return jax.lax.scan(lambda _, one: (None, of_optax(*one)), None, (logits[None], labels[None]))[1]
+
+
+INSIDE = [jax.jit(of_optax), jax.checkpoint(of_optax), jax.vmap(of_optax), in_a_scan]
+
+
+@pytest.mark.parametrize("f", INSIDE, ids=["jit", "checkpoint", "vmap", "scan"])
+def test_a_loss_inside_of_another_transformation_is_left_alone(f):
+    logits, labels, _ = numbers(2, 3)
+    assert kernels(by_kernels(f), logits, labels) == 0
 
 
 ALONE = [

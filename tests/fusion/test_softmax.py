@@ -29,17 +29,17 @@ def rows(*shape, dtype, seed=0):
 
 
 def exact(logits, labels, size, g):
-    """The normalizers, the labels' logits and the gradient in float64."""
+    """The maxima, the logarithms of the sums of exp(x - maximum), the labels' logits, the gradient: float64."""
     x = np.asarray(logits, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         x[..., size:] = -np.inf
         highest = x.max(-1, keepdims=True)
-        normalizer = (np.log(np.exp(x - highest).sum(-1, keepdims=True)) + highest)[..., 0]
+        log_total = np.log(np.exp(x - highest).sum(-1, keepdims=True))
         hit = np.arange(x.shape[-1]) == np.asarray(labels)[..., None]
         picked = np.where(hit, x, 0).sum(-1)
-        dx = (np.exp(x - normalizer[..., None]) - hit) * np.asarray(g, np.float64)[..., None]
+        dx = (np.exp(x - highest - log_total) - hit) * np.asarray(g, np.float64)[..., None]
     dx[..., size:] = 0
-    return normalizer, picked, dx
+    return highest[..., 0], log_total[..., 0], picked, dx
 
 
 def by_kernels(monkeypatch):
@@ -51,10 +51,11 @@ def check(functions, logits, labels, size, g):
     sums, gradient = map(jax.jit, functions)  # operation by operation each shape and dtype is many programs
     size = jnp.int32(size)
     highest, total, picked = sums(logits, labels, size)
-    normalizer, expected_picked, expected = exact(logits, labels, int(size), g)
-    np.testing.assert_allclose(jnp.log(total) + highest, normalizer, rtol=1e-6, atol=2e-6)
+    expected_highest, log_total, expected_picked, expected = exact(logits, labels, int(size), g)
+    np.testing.assert_array_equal(np.asarray(highest, np.float64), expected_highest)
+    np.testing.assert_allclose(jnp.log(total), log_total, rtol=1e-6, atol=2e-6)
     np.testing.assert_array_equal(np.asarray(picked, np.float64), expected_picked)
-    dx = gradient(logits, labels, size, jnp.asarray(normalizer, jnp.float32), g)
+    dx = gradient(logits, labels, size, highest, jnp.log(total), g)
     assert dx.dtype == logits.dtype
     eps = EPS[logits.dtype.type]
     np.testing.assert_allclose(np.asarray(dx, np.float64), expected, rtol=2 * eps, atol=1e-5 * eps + 1e-7)
@@ -87,14 +88,40 @@ def test_rows_that_are_not_finite_stay_alone(bad, width, monkeypatch):
     for functions in [(softmax.row_sums, softmax.row_gradient), by_kernels(monkeypatch)]:
         sums, gradient = map(jax.jit, functions)
         highest, total, _ = sums(logits, labels, size)
-        normalizer = jnp.log(total) + highest
-        dx = gradient(logits, labels, size, normalizer, g)
+        dx = gradient(logits, labels, size, highest, jnp.log(total), g)
         whole = [0, 1, 2, 3] if bad == -np.inf else [0, 2, 3]
-        expected, _, of_logits = exact(logits, labels, width, g)
-        np.testing.assert_allclose(normalizer[np.array(whole)], expected[whole], rtol=1e-6)
+        _, log_total, _, of_logits = exact(logits, labels, width, g)
+        np.testing.assert_allclose(jnp.log(total)[np.array(whole)], log_total[whole], rtol=1e-6)
         assert np.isfinite(np.asarray(dx, np.float32)[whole]).all()
         np.testing.assert_allclose(np.asarray(dx, np.float64)[whole], of_logits[whole], rtol=2**-7, atol=1e-6)
-        assert len(whole) == 4 or (np.isnan(normalizer[1]) and np.isnan(np.asarray(dx, np.float32)[1]).all())
+        assert len(whole) == 4 or (np.isnan(total[1]) and np.isnan(np.asarray(dx, np.float32)[1]).all())
+
+
+@pytest.mark.parametrize("offset", [0, 1e3, 1e5, 1e7, -1e7])
+@pytest.mark.parametrize("width", [40, 8200])
+def test_a_row_far_from_zero(offset, width, monkeypatch):
+    """Only differences of logits count; a sum of maximum and logarithm would be rounded as numbers of its size are."""
+    logits, labels, g = rows(4, width, dtype=jnp.float32)
+    logits = logits + jnp.float32(offset)
+    check((softmax.row_sums, softmax.row_gradient), logits, labels, width - 1, g)
+    check(by_kernels(monkeypatch), logits, labels, width - 1, g)
+    highest, log_total, picked, dx = exact(logits, labels, width, g)
+    losses, pull = jax.vjp(jax.jit(softmax.row_losses), logits, labels)
+    counted = np.asarray(labels) >= 0
+    np.testing.assert_allclose(losses[counted], (log_total - (picked - highest))[counted], rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(pull(g)[0], dx, rtol=4e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("width", [40, 8200])
+def test_a_row_of_which_every_logit_is_masked(width, monkeypatch):
+    """By the lowest finite number, as is usual: the probabilities are equal."""
+    _, labels, g = rows(4, width, dtype=jnp.float32)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logits = jnp.full((4, width), jnp.finfo(dtype).min, dtype)
+        check((softmax.row_sums, softmax.row_gradient), logits, labels, width, g)
+        check(by_kernels(monkeypatch), logits, labels, width, g)
+        losses = jax.jit(softmax.row_losses)(logits, labels)
+        np.testing.assert_allclose(losses[1:], np.log(width), rtol=1e-6)
 
 
 def test_a_row_in_which_no_column_counts():

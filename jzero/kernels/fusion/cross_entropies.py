@@ -6,7 +6,8 @@ with the trace of the library's own function, so that nothing that differs from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -45,20 +46,25 @@ class CrossEntropy:
 
 def cross_entropies(jaxpr: Jaxpr) -> dict[int, CrossEntropy]:
     """Find the cross-entropies of a program, whose intermediate results nothing else uses, by their last equation."""
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    users, found = users_of(jaxpr), dict[int, CrossEntropy]()
+    made, users, found = _made(jaxpr), users_of(jaxpr), dict[int, CrossEntropy]()
     dead = {id(eqn) for eqn in jaxpr.eqns if eqn.outvars and not any(users.get(v) for v in eqn.outvars)}
-    shapes = {v.aval.shape for eqn in jaxpr.eqns for v in eqn.invars if not is_constant(v) and _is_wide(v.aval)}
-    for form, shape, dtype in product(FORMS, shapes, ("int32", "uint16")):
+    alike = defaultdict[Hashable, list[Equation]](list)
+    for eqn in jaxpr.eqns:
+        alike[_kind(eqn)].append(eqn)
+    sought = [(form, shape) for form, name in FORMS.items() for shape in _wide_operands(jaxpr, name)]
+    for (form, shape), dtype in product(sought, LABELS):
         template = _template(form, shape, dtype)
-        for eqn in jaxpr.eqns:
-            match = _Match(template, made)
-            if not eqn.outvars or not match.same(template.outvars[0], eqn.outvars[0]):
+        of_template, end = _made(template), template.outvars[0]
+        for eqn in alike[_kind(of_template[end])]:
+            match = _Match(of_template, made)
+            if not match.same(end, eqn.outvars[0]):
                 continue
             inner = {v for one in match.inside.values() if one is not eqn for v in one.outvars}
-            if all(users[v].keys() <= match.inside.keys() | dead for v in inner):
+            known = match.inside.keys() | dead
+            if all(users[v].keys() <= known for v in inner):
                 logits, labels = (match.of[v] for v in template.invars)
-                found[id(eqn)] = CrossEntropy(form, _narrow(logits, made), labels)
+                others = [reader for key, reader in users[logits].items() if key not in known]
+                found[id(eqn)] = CrossEntropy(form, _narrow(logits, made, others), labels)
     return found
 
 
@@ -70,7 +76,24 @@ def _of_log_softmax(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1)
 
 
-FORMS = (_of_optax, _of_log_softmax)
+# Each with the name of its equation that reads an array of the logits' shape: few others of a program do.
+FORMS = {_of_optax: "exp", _of_log_softmax: "log_softmax"}
+LABELS = "int32", "uint16"  # the dtypes of which int32 holds all values
+
+
+def _made(jaxpr: Jaxpr) -> dict[Variable, Equation]:
+    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _kind(eqn: Equation) -> Hashable:
+    """Return what the last equations of a template and of its losses have in common."""
+    return eqn.primitive, *(getattr(v.aval, "shape", None) for v in eqn.outvars)  # a token has no shape
+
+
+def _wide_operands(jaxpr: Jaxpr, name: str) -> set[tuple[int, ...]]:
+    """Return the shapes on which equations or functions of this name run, as far as the kernels take them."""
+    named = [eqn for eqn in jaxpr.eqns if name == eqn.params.get("name", eqn.primitive.name)]
+    return {eqn.invars[0].aval.shape for eqn in named if eqn.invars and _is_wide(eqn.invars[0].aval)}
 
 
 def _is_wide(x: jax.core.ShapedArray) -> bool:
@@ -79,16 +102,18 @@ def _is_wide(x: jax.core.ShapedArray) -> bool:
 
 
 def _template(form: Callable, shape: tuple[int, ...], dtype: str) -> Jaxpr:
-    """Trace a form; int32 has all labels of the dtype."""
+    """Trace a form with labels of a dtype."""
     of_labels = shape[:-1] if form is _of_optax else (*shape[:-1], 1)
     operands = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(of_labels, jnp.dtype(dtype))
     return jax.make_jaxpr(form)(*operands).jaxpr
 
 
-def _narrow(logits: Variable, made: Mapping[Variable, Equation]) -> Variable:
-    """Return what is cast to these float32 logits; else the logits."""
+def _narrow(logits: Variable, made: Mapping[Variable, Equation], others: Iterable[Equation | None]) -> Variable:
+    """Return what is cast to these float32 logits, unless others have a share in their gradient; else the logits."""
+    # A z-loss has: its share and the loss's would both be rounded to 16 bits, and their sum again. An accuracy has not.
+    shared = any(eqn is None or any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars) for eqn in others)
     eqn = made.get(logits)
-    if eqn is None or eqn.primitive.name != "convert_element_type":
+    if shared or eqn is None or eqn.primitive.name != "convert_element_type":
         return logits
     return eqn.invars[0] if eqn.invars[0].aval.dtype in (jnp.bfloat16, jnp.float16) else logits
 
@@ -101,10 +126,10 @@ class _Match:
       inside: the program's equations, by identity, that are those of the template.
     """
 
-    def __init__(self, template: Jaxpr, made: Mapping[Variable, Equation]):
+    def __init__(self, template: Mapping[Variable, Equation], made: Mapping[Variable, Equation]):
         self.of: dict[Variable, Variable] = {}
         self.inside: dict[int, Equation] = {}
-        self._template, self._made = {v: eqn for eqn in template.eqns for v in eqn.outvars}, made
+        self._template, self._made = template, made
 
     def same(self, t: Variable, v: Variable) -> bool:
         """Return whether v is computed as t is, by the same equations in the same order of operands."""
