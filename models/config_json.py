@@ -50,8 +50,6 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     family = FAMILIES.get(config.family)
     if family is None:
         raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
-    if config.lora and config.lora.quantized:
-        return None, ["weights in files have jzero's own names: these are quantised"]
     if config.mixture and "mixture.width" not in family.keys:
         return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
     content = config_json(config, family)
@@ -98,6 +96,8 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     if config.download:
         keys["download"] = config.download.table(config.vocab_size)
     rows = tensor_rows(config, family.names)
+    if config.lora and config.lora.quantized:
+        return None, ["weights in files have jzero's own names: these are quantised"]
     adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
     return {"config": content, **keys, "tensors": rows, **adapters}, _left_out_notes(config)
 

@@ -46,6 +46,8 @@ class Decoder(Transformer):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = c = config
+        if c.lora:
+            weights_table(c)  # refuses adapters that have no names in files, before there are weights
         self.embed = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.vocab_rows, c.d_model)))
         if c.max_positions:
             self.positions = nnx.Param(nnx.initializers.normal(0.01)(rngs.params(), (c.max_positions, c.d_model)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -140,6 +140,7 @@ class DecoderConfig:
     num_kv_heads: int
     d_ff: int
     vocab_size: int = 32_000
+    _: KW_ONLY
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
@@ -186,9 +187,10 @@ class DecoderConfig:
 
     causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ
     row_length: ClassVar[int | None] = None  # rows are padded after as many positions; None: they are not
+    owner: ClassVar[type | None] = None  # the class that errors name; None: this one
 
     def __post_init__(self):
-        name = type(self).__name__
+        name = (self.owner or type(self)).__name__
         for words, whole, part in (
             ("num_heads must divide d_model", 0 if self.head_width or self.latent else self.d_model, self.num_heads),
             ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,19 @@ class Download:
             inside = [x for x in ids if x is None or x < vocab_size]
             kept[key] = kept[key] if inside == ids else inside or None
         return {"config": json.loads(json.dumps(kept, default=str)), "directory": self.directory}
+
+
+def count_problems(there: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str]) -> list[str]:
+    """List the needed keys that a config.json lacks, and the counts in it that are no positive integers.
+
+    Args:
+      there: its content, with the values of keys that it may lack.
+    """
+    return [f"config.json has no {key}" for key in needed if key not in there] + [
+        f"config.json has {key} = {there[key]!r}: must be a positive integer"
+        for key in dict.fromkeys(counts)
+        if key in there and (type(there[key]) is not int or there[key] < 1)
+    ]
 
 
 def _text_decoder(there: dict[str, Any]) -> dict[str, Any]:

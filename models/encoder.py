@@ -13,7 +13,7 @@ from jzero.attention_kernels import Attend, kernel_note
 from jzero.errors import ConfigError
 
 from .decoder_config import GPT_BLOCKS, DecoderConfig, check_fields
-from .downloads import ADVICE, Download
+from .downloads import ADVICE, Download, count_problems
 from .transformer import Transformer
 
 # A field -> the key of config.json.
@@ -29,6 +29,7 @@ class EncoderBlockConfig(DecoderConfig):
 
     causal = False
     row_length: int | None = None  # type: ignore[misc]
+    owner: type | None = None  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class EncoderConfig:
     row_length: ClassVar[int | None] = None
 
     def __post_init__(self):
-        assert self.block  # its config checks this one
+        _ = self.block  # its config checks this one
 
     @classmethod
     def read(cls, download: Download, **changes: Any) -> Self:
@@ -69,8 +70,10 @@ class EncoderConfig:
           ConfigError: keys are missing or have other values; all problems at once.
         """
         check_fields(cls, changes)
-        there, keys = {"layer_norm_eps": 1e-12, **cls.absent, **download.config}, {**KEYS, **cls.keys}
-        problems = [f"config.json has no {key}" for key in keys.values() if key not in there]
+        there = {"layer_norm_eps": 1e-12, **cls.absent}  # transformers' defaults
+        there |= {key: value for key, value in download.config.items() if value is not None}
+        keys = {field: key for field, key in {**KEYS, **cls.keys}.items() if field not in changes}
+        problems = count_problems(there, keys.values(), [key for field, key in keys.items() if field != "norm_eps"])
         problems += [
             f"config.json has {key} = {there[key]!r}: must be {value!r}"
             for key, value in cls.fixed.items()
@@ -92,7 +95,8 @@ class EncoderConfig:
         """The config of the blocks."""
         return EncoderBlockConfig(
             self.num_layers, self.d_model, self.num_heads, self.num_heads, self.d_ff, norm_eps=self.norm_eps,
-            attention=self.attention, norms=self.norms, activation="gelu", row_length=self.row_length, **GPT_BLOCKS,
+            attention=self.attention, norms=self.norms, activation="gelu", row_length=self.row_length,
+            owner=type(self), **GPT_BLOCKS,
         )  # fmt: skip
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from jzero.errors import ConfigError
 
 from .decoder_config import GPT_BLOCKS, DecoderConfig, LatentConfig, check_fields
-from .downloads import Download
+from .downloads import Download, count_problems
 from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_of
 from .moe_families import EXPERTS, TIMES, dense_of, mixture_of
 from .rope_json import rope_of
@@ -43,7 +43,11 @@ EXPERT: Keys = {
 LOCAL: Keys = {
     "mixture.num_experts": EXPERTS, "mixture.top_k": "num_experts_per_tok", "mixture.width": "intermediate_size",
 }  # fmt: skip
-NEEDED = (*SIZES, "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
+COUNTS = (
+    *SIZES, "num_kv_heads", "max_positions", "latent.rank", "latent.query_rank", "latent.plain", "latent.rotated",
+    "latent.value", "mixture.num_experts", "mixture.top_k", "mixture.width",
+)  # fmt: skip
+NEEDED = (*SIZES, "max_positions", "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
 
 
 @dataclass(frozen=True)
@@ -313,7 +317,7 @@ FAMILIES = {
             "num_kv_heads": "n_head", "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
             "activation": ("activation_function", {"gelu_new": "gelu_tanh", **ACTIVATIONS}),
         },
-        {**TIED, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+        {**TIED, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024},
         {
             "embed": "transformer.wte", "positions": "transformer.wpe", "layer": "transformer.h.{layer}.",
             "norm": "transformer.ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn",
@@ -346,19 +350,16 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
         there["rope_scaling"] = download.config.get("rope_scaling")
     quantized = there.get("quantization_config", {})
-    if quantized.get("quant_method") == "mxfp4" or quantized.get("weight_block_size") == [128, 128]:
-        del there["quantization_config"]  # `load_weights` reads it, and fp8 with such blocks
+    method, blocks = (quantized.get(key) for key in ("quant_method", "weight_block_size"))
+    if method == "mxfp4" or (method == "fp8" and blocks == [128, 128]):
+        del there["quantization_config"]  # `load_weights` reads both
     if name == "gpt2" and "n_embd" in there:
         there.setdefault("n_inner", 4 * there["n_embd"])
     keys = family.all_keys
     if EXPERTS in there and "mixture.num_experts" in keys:
         there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
-    problems = [f"config.json has no {keys[x]}" for x in NEEDED if x in keys and keys[x] not in there]
-    sizes = {key: there[key] for field in SIZES if (key := keys[field]) in there}
-    problems += [
-        f"config.json has {key} = {value!r}: must be a positive integer"
-        for key, value in sizes.items() if not isinstance(value, int) or value < 1
-    ]  # fmt: skip
+    counts = [keys[x] for x in COUNTS if x in keys and there.get(keys[x]) is not None]
+    problems = count_problems(there, [keys[x] for x in NEEDED if x in keys], counts)
     lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
     problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
     if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from .decoder import Decoder
@@ -19,6 +19,7 @@ class GPT2Config(DecoderConfig):
 
     num_kv_heads: int = field(init=False)
     vocab_size: int = 50257
+    _: KW_ONLY
     tied: bool = True
     family: str = "gpt2"
     max_positions: int | None = 1024

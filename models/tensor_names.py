@@ -241,5 +241,5 @@ def _check_adapters(c: DecoderConfig, rows: list[Row]) -> None:
         has = sorted(modules)
         raise ConfigError(
             f"lora.target_modules has {', '.join(lacking)}: files of {c.family} have no such modules; "
-            + (f"it has {', '.join(has)}" if has else "adapters have no names there")
+            + (f"it has {', '.join(has)}" if has else "leave lora out, and train all weights")
         )

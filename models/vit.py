@@ -5,9 +5,10 @@ Shape suffixes: B batch, S patches and the class token, made even, D model width
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class ViTConfig(EncoderConfig):
         {key: key for key in ("image_size", "patch_size", "num_channels")} | {"num_classes": "num_labels"}
     )
     fixed = MappingProxyType({"hidden_act": "gelu", "qkv_bias": True})
-    absent = MappingProxyType({"num_labels": 0})
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,8 +59,9 @@ class ViTConfig(EncoderConfig):
     @classmethod
     def read(cls, download: Download, **changes: Any) -> ViTConfig:
         there = download.config
-        classes = there.get("num_labels") or len(there.get("id2label") or range(2))  # transformers makes two by default
-        return super().read(download, **{"num_classes": classes, **changes})
+        if there.get("num_labels") is None:
+            changes = {"num_classes": len(there.get("id2label") or range(2)), **changes}  # transformers makes two
+        return super().read(download, **changes)
 
     @property
     def num_patches(self) -> int:

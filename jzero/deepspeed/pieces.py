@@ -10,7 +10,7 @@ import numpy as np
 
 from jzero.deepspeed.torch_files import TorchTensor
 from jzero.weights.name_map import Box
-from jzero.weights.safetensors import WINDOW, Entry, File
+from jzero.weights.safetensors import Entry, File
 
 
 def cut_pieces(tensors: Sequence[TorchTensor], start: int, size: int) -> list[TorchTensor]:
@@ -89,7 +89,7 @@ class TensorPieces(File):
         if not shape or 0 in shape:
             return
         row = prod(shape[1:])
-        some = max(1, WINDOW // (row * dtype.itemsize))
+        some = max(1, File.window // (row * dtype.itemsize))
         for start in range(box[0].start, box[0].stop, some):
             stop = min(start + some, box[0].stop)
             values = self._read(name, start * row, stop * row).reshape(stop - start, *shape[1:])

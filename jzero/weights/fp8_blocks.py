@@ -1,7 +1,7 @@
-"""Reads matrices in fp8, as in the downloads of DeepSeek-V3, as if they were tensors of bfloat16.
+"""Reads matrices in fp8, as in the downloads of DeepSeek-V3 and Qwen3, as if they were tensors of bfloat16.
 
-A matrix [out, in] is two tensors there: NAME in E4M3, and NAME_scale_inv [out / 128, in / 128] float32, rounded up,
-with the factor of each block of 128 x 128 (DeepSeek-AI, arXiv:2412.19437, section 3.3.2).
+A matrix [out, in] is two tensors there: NAME in E4M3, and NAME_scale_inv [out / 128, in / 128], rounded up, with the
+factor of each block of 128 x 128 (DeepSeek-AI, arXiv:2412.19437, section 3.3.2): float32, or Qwen's bfloat16.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ class Fp8File(File):
     def __init__(self, name: str, elements: File, scales: File):
         entries = elements.entries.pop(name), scales.entries.pop(name + SCALES)
         (dtype, shape, *_), (of_scales, blocks, *_) = entries
-        if (dtype, of_scales) != (E4M3, FLOAT32) or len(shape) != 2 or blocks != tuple(-(-n // BLOCK) for n in shape):
+        fits = dtype == E4M3 and of_scales in (FLOAT32, BF16, np.float16) and len(shape) == 2
+        if not fits or blocks != tuple(-(-n // BLOCK) for n in shape):
             raise ConfigError(
                 f"{elements.path}: {name} is {dtype}{list(shape)} with scales {of_scales}{list(blocks)}; fp8 is "
-                "float8_e4m3fn[out, in] with float32[out / 128, in / 128]"
+                "float8_e4m3fn[out, in] with float32, bfloat16 or float16[out / 128, in / 128]"
             )
         super().__init__(elements.path, {name: Entry(BF16, shape, 0)}, "r")
-        self._elements = File(elements.path, {"": entries[0]}, "r")
-        self._scales = read_whole(File(scales.path, {"": entries[1]}, "r"))
+        self._elements, self._scales = (
+            File(file.path, {"": entry}, "r") for file, entry in zip((elements, scales), entries, strict=True)
+        )
+        self._elements.window = 2**20  # 14 MiB while they are decoded
 
     def divide(self, name: str, parts: Sequence[Tensor]) -> None:
         """Refuse a matrix of several parts: no family whose downloads are in fp8 has one."""
@@ -42,13 +45,14 @@ class Fp8File(File):
             raise ConfigError(f"{self.path}: {name} is in fp8, and has several parts here: convert it to bf16")
 
     def windows(self, name: str, box: Box) -> Iterator[tuple[tuple, np.ndarray]]:
-        """Yield a box of the matrix in windows, as `File.windows` does; one takes 8 times its bytes in float32."""
+        """Yield a box of the matrix in windows, as `File.windows` does, but smaller ones: they are in float32 too."""
         *outer, inputs = self.entries[name].shape  # the matrix [out, in] with `out` in several dimensions
         self._elements.reshape("", (*outer, inputs))
         rows = np.arange(prod(outer)).reshape(outer)[box[:-1]] // BLOCK
         columns = np.arange(box[-1].start, box[-1].stop) // BLOCK
+        scales = read_whole(self._scales).astype(FLOAT32)
         for at, elements in self._elements.windows("", box):
-            yield at, (elements.astype(FLOAT32) * self._scales[rows[at]][..., columns]).astype(BF16)
+            yield at, (elements.astype(FLOAT32) * scales[rows[at]][..., columns]).astype(BF16)
 
 
 def unpacked_fp8(files: Sequence[File]) -> list[File]:

@@ -84,6 +84,5 @@ def read_whole(file: File) -> np.ndarray:
 def unpacked(files: Sequence[File]) -> list[File]:
     """Put a file of one matrix in the place of the blocks and scales that a file, or two, have of it."""
     where = {name: file for file in files for name in file.entries}
-    names = [name.removesuffix("_blocks") for name in where if name.endswith("_blocks")]
-    names = [name for name in names if f"{name}_scales" in where]
-    return [*files, *(Mxfp4File(name, where[f"{name}_blocks"], where[f"{name}_scales"]) for name in names)]
+    pairs = ((name, name.removesuffix("_blocks") + "_scales") for name in where if name.endswith("_blocks"))
+    return [*files, *(Mxfp4File(x.removesuffix("_blocks"), where[x], where[y]) for x, y in pairs if y in where)]

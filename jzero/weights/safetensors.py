@@ -176,7 +176,6 @@ def _short(x: Any) -> str:
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Merging = Callable[[str, Box, np.ndarray], Iterable[tuple[Box, np.ndarray]]]
-WINDOW = 32 * 2**20  # bytes of a file that are mapped at a time
 
 
 class File:
@@ -187,6 +186,8 @@ class File:
     Attributes:
       sums: what the parts that were read or written add to their tensors' checksums; of files with checksums.
     """
+
+    window = 32 * 2**20  # bytes of a file that are mapped at a time
 
     def __init__(self, path: Path, entries: dict[str, Entry], mode: Literal["r", "r+"]):
         self.path, self.entries, self.mode, self._names = path, entries, mode, list(entries)
@@ -282,8 +283,8 @@ class File:
             self.sums[name] += 0 if checksum is None else checksum_of(view, (0,), (1,))
             return
         strides = [prod(shape[i + 1 :]) * dtype.itemsize for i in range(len(shape))]
-        axis = next(i for i, stride in enumerate(strides) if stride <= WINDOW or i == len(shape) - 1)
-        length, rows = box[axis].stop - box[axis].start, max(1, WINDOW // strides[axis])
+        axis = next(i for i, stride in enumerate(strides) if stride <= self.window or i == len(shape) - 1)
+        length, rows = box[axis].stop - box[axis].start, max(1, self.window // strides[axis])
         for lead in np.ndindex(*[s.stop - s.start for s in box[:axis]]):
             before = sum((s.start + i) * stride for s, i, stride in zip(box, lead, strides, strict=False))
             for row in range(0, length, rows):
@@ -371,8 +372,7 @@ def checksum_of(values: np.ndarray, start: Sequence[int], shape: Sequence[int], 
     """Compute what a part of a tensor adds to its checksum, the sum of word * (2 * index + 1) modulo 2**64.
 
     The words are the elements' bits, those of 8 bytes in two words. Any division of a tensor gives the same sum, and a
-    changed or moved word another one. Two passes, whatever the shape: ten times as fast as the hash of each element in
-    a checkpoint's checksum, since loading is to be as fast as the disk.
+    changed or moved word another one. Two passes: ten times as fast as a checkpoint's hash of each element.
 
     Args:
       values: the part, of at least one dimension.

@@ -1,6 +1,7 @@
 """Weights in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3's downloads have them, against NumPy."""
 
 import json
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -11,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import weights
+from jzero.weights.fp8_blocks import unpacked_fp8
+from jzero.weights.safetensors import File
 from models import config_from_hf
 
 SIZES = {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 136, "q_lora_rank": 130}
@@ -57,11 +60,31 @@ def test_parts_of_matrices_in_fp8_on_each_layout(layout, directories):
     assert abs(np.asarray(found["stack"]["attention"]["q_up"]["kernel"])).max() > 0.05
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=lambda x: np.dtype(x).name)
+def test_windows_of_a_large_matrix(dtype, tmp_path):
+    """Qwen3's scales are bfloat16. Decoding 16 Mi elements takes less than their bytes, and 8 times as much before."""
+    generator = np.random.default_rng(0)
+    elements = generator.integers(0, 0x7F, (4096, 4096), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    scales = generator.uniform(1e-3, 5e-3, (32, 32)).astype(dtype)
+    save_file({"w": elements, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    *_, file = unpacked_fp8([File.open(tmp_path / "model.safetensors")])
+    found, box = np.empty(elements.shape, ml_dtypes.bfloat16), (slice(0, 4096), slice(0, 4096))
+    tracemalloc.start()
+    for at, values in file.windows("w", box):
+        found[at] = values
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(found, in_bf16(elements, scales.astype("f4")))
+    assert peak < elements.nbytes
+
+
 def test_scales_of_other_blocks(directories, tmp_path):
     packed, _ = directories
     config = json.loads((packed / "config.json").read_text())
     with pytest.raises(jzero.ConfigError, match=r"quantization_config = .*64.*: models/decoder.py does not have it"):
         config_from_hf({**config, "quantization_config": {**FP8, "weight_block_size": [64, 64]}})
+    with pytest.raises(jzero.ConfigError, match=r"quantization_config = .*int8.*: models/decoder.py does not have it"):
+        config_from_hf({**config, "quantization_config": {**FP8, "quant_method": "int8"}})
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = "model.layers.0.self_attn.o_proj.weight"
     tensors = {name: np.zeros((160, 40), ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": np.zeros((3, 1), np.float32)}

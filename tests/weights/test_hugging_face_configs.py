@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hugging_face import (
+    BERT,
     DECODER,
     GPT2,
     KINDS,
@@ -234,6 +235,52 @@ def test_no_shared_experts(family, count):
     assert not any("shared" in (row["name"] or "") for row in table["tensors"])
 
 
+def test_a_gpt2_without_positions_in_its_config():
+    """It has those of transformers' default, and not none."""
+    there = {key: x for key, x in GPT2.items() if key != "n_positions"}
+    default = transformers.GPT2Config().n_positions
+    for keys in ({}, {"n_positions": None}):
+        assert config_from_hf({"model_type": "gpt2", **there, **keys}).max_positions == default == 1024
+
+
+VIT_JSON = {"model_type": "vit", **VIT, "num_channels": 3}
+COUNTS = (
+    ({"model_type": "gpt2", **GPT2}, {"n_positions": 0}),
+    ({"model_type": "gpt2", **GPT2}, {"n_positions": "16", "n_head": True}),
+    ({"model_type": "llama", **TINY}, {"num_key_value_heads": 0}),
+    ({"model_type": "llama", **TINY}, {"num_key_value_heads": "2"}),
+    (DEEPSEEK, {"kv_lora_rank": "64", "num_experts_per_tok": 0}),
+    ({"model_type": "bert", **BERT}, {"num_attention_heads": 0, "type_vocab_size": "2"}),
+    ({"model_type": "bert", **BERT}, {"num_attention_heads": "32"}),
+    (VIT_JSON, {"patch_size": 0, "num_labels": "5"}),
+)
+
+
+@pytest.mark.parametrize(("there", "wrong"), COUNTS, ids=lambda x: str(x) if "model_type" not in x else x["model_type"])
+def test_counts_are_positive_integers(there, wrong):
+    config_from_hf(there)
+    with pytest.raises(jzero.ConfigError) as error:
+        config_from_hf({**there, **wrong})
+    told = {f"config.json has {key} = {value!r}: must be a positive integer" for key, value in wrong.items()}
+    assert set(error.value.problems) == told
+
+
+def test_a_null_of_an_encoder_is_its_default():
+    bert_json = {"model_type": "bert", **BERT}
+    there = {key: x for key, x in bert_json.items() if key not in ("type_vocab_size", "layer_norm_eps")}
+    config = config_from_hf({**there, "type_vocab_size": None, "layer_norm_eps": None})
+    assert (config.num_types, config.norm_eps) == (2, 1e-12)
+    assert config_from_hf({**VIT_JSON, "num_labels": None, "id2label": {0: "a", 1: "b", 2: "c"}}).num_classes == 3
+    with pytest.raises(jzero.ConfigError, match=r"config\.json has no hidden_size"):
+        config_from_hf({**there, "hidden_size": None})
+
+
+def test_fields_after_the_vocabulary_have_names():
+    """GPT2Config once had max_positions there."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        gpt2.GPT2Config(2, 32, 4, 48, V, 8)
+
+
 SMALL_GPT = gpt2.GPT2Config(2, 32, 4, 48, vocab_size=V, max_positions=8)
 SMALL_VIT = vit.ViTConfig(2, 32, 4, 48, image_size=8, patch_size=4)
 NO_LAYERS = {key: x for key, x in GPT2.items() if key != "n_layer"}
@@ -279,6 +326,22 @@ CONFIGS = {
         "target_modules has gate_proj, up_proj: files of glm4 have no such modules; it has down_proj, k_proj",
     ),
     "an odd head": (lambda: config_from_hf(TINY | {"head_dim": 5}), "2 must divide the rotated width of a head"),
+    "adapters of GPT-2": (
+        lambda: from_hf({"model_type": "gpt2", **GPT2}, lora=LoRAConfig()),
+        "q_proj, v_proj: files of gpt2 have no such modules; leave lora out, and train all weights",
+    ),
+    "quantised weights of GPT-2": (
+        lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, lora=LoRAConfig(quantized="nf4")), rngs=nnx.Rngs(0)),
+        "q_proj, v_proj: files of gpt2 have no such modules; leave lora out, and train all weights",
+    ),
+    "heads of BERT": (
+        lambda: config_from_hf({"model_type": "bert", **BERT, "hidden_size": 30}),
+        "^BertConfig: num_heads must divide d_model, but 4 does not divide 30",
+    ),
+    "cuDNN for a ViT": (
+        lambda: dataclasses.replace(SMALL_VIT, d_model=36, attention="cudnn"),
+        "^ViTConfig: attention = 'cudnn', but",
+    ),
     "patches": (lambda: dataclasses.replace(SMALL_VIT, patch_size=3), "patch_size = 3 must divide image_size = 8"),
     "heads": (lambda: dataclasses.replace(SMALL_GPT, num_heads=5), "num_heads must divide d_model, but 5 does not"),
     "padding": (

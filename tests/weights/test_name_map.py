@@ -89,7 +89,7 @@ def test_the_numbers_of_layers():
 @given(data=st.data(), window=st.integers(1, 200))
 def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
     path = tmp_path_factory.mktemp("files") / "a.safetensors"
-    before, safetensors.WINDOW = safetensors.WINDOW, window
+    before, File.window = File.window, window
     try:
         some = tensors(LEAVES, table)
         writer = TensorWriter({path: some})
@@ -121,7 +121,7 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
         for name, entry in file.entries.items():
             assert file.sums[name] % 2**64 == entry.checksum
     finally:
-        safetensors.WINDOW = before
+        File.window = before
 
 
 def test_layers_come_together():
