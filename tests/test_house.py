@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50305,
+    "lines": 50304,
     "files": 275,
     "statements": 29568,
     "Any": 1170,

@@ -213,7 +213,6 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": warmup_cosine(rate, 2),
         "gradient_clipping": 1.0,
-        **{half: {"enabled": "auto"} for half in HALF},
         "zero_optimization": {"stage": 3 if devices > 1 else 0},
         "jsonl_monitor": {"enabled": True, "output_path": str(o.out), "job_name": "curves"},
         "seed": o.seed,
