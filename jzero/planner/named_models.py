@@ -49,7 +49,7 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     found = _changed_model(name, changes)
     if found.kind == "vit":
         raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
-    if found.directory is None and 0 < getattr(found.shape, "max_positions", 0) < sequence:
+    if found.directory is None and 0 < (getattr(found.shape, "max_positions", 0) or 0) < sequence:
         found = found._replace(shape=dataclasses.replace(found.shape, max_positions=sequence))
     return _made(found), tokens(sequence)
 

@@ -213,7 +213,6 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": warmup_cosine(rate, 2),
         "gradient_clipping": 1.0,
-        **{half: {"enabled": "auto"} for half in HALF},
         "zero_optimization": {"stage": 3 if devices > 1 else 0},
         "jsonl_monitor": {"enabled": True, "output_path": str(o.out), "job_name": "curves"},
         "seed": o.seed,
@@ -240,9 +239,9 @@ def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:
     there = read_config(given) if given else {}
     if decided := [key for key in DECIDED if value_at(there, key) is not None]:
         raise ConfigError(*(f"--config has {key}: give it as {DECIDED[key]}" for key in decided))
-    made = {**config, **there}
-    if any(half in there for half in HALF):  # bf16 turned off is fp32, not the other half
-        made = {key: value for key, value in made.items() if key in there or key not in HALF}
+    on = any(value_at(there, f"{half}.enabled") is True for half in HALF)  # then the other half is off
+    halves = {half: section for half in HALF if isinstance(section := there.get(half, {}), dict)}
+    made = {**config, **there, **{half: {"enabled": False if on else "auto", **halves[half]} for half in halves}}
     return merged(made, {RATE: config["optimizer"]["params"]["lr"]}) if "optimizer" in there else made
 
 

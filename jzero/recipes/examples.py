@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ KINDS = {  # kind -> its fields; the first that fits
     "completions": ("prompt", "completion"),
     "text": ("text",),
 }
+TAKEN = {"text": (str, "a string"), "messages": (list, "a list of messages")}  # by field; others take both
 FORMS = (
     '{"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or {"prompt", "chosen", "rejected"}'
 )
@@ -115,9 +116,9 @@ def kind_of_sample(sample: object, where: str) -> str:
         raise ConfigError(f"{where} is {type(sample).__name__}: must be an object with the fields {FORMS}")
     for kind, fields in KINDS.items():
         if all(sample.get(field) is not None for field in fields):
-            kinds, words = (str, "a string") if kind == "text" else (Sequence, "a string or a list of messages")
             for field in fields:
-                if not isinstance(sample[field], kinds):
+                taken, words = TAKEN.get(field, (Sequence, "a string or a list of messages"))
+                if not isinstance(sample[field], taken):
                     raise ConfigError(f"{where}: {field} is {shorten(repr(sample[field]), 80)}: must be {words}")
             return kind
     fix = how_to_read(sample, "messages")
@@ -142,7 +143,7 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
         return
     with path.open("rb") as file:  # lines end with \n alone, and json decodes them
         for number, line in enumerate(file, 1):
-            if number == 1 and line.lstrip().startswith(b"["):
+            if number == 1 and _is_array(line, file):
                 fix = f"`jq -c '.[]' {path.name}` writes these lines"
                 raise ConfigError(f"{path} is one JSON array: expected a sample in each line; {fix}")
             try:
@@ -152,6 +153,14 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(
                     f"{path} line {number} is no JSON ({error}): expected a sample in each line"
                 ) from None
+
+
+def _is_array(first: bytes, others: Iterable[bytes]) -> bool:
+    """Return whether a file is one JSON array: its first line begins one, and ends it only if no other line follows."""
+    try:  # reads on, since a list in a line of its own is no sample
+        return isinstance(json.loads(first), list) and not any(map(bytes.strip, others))
+    except (ValueError, RecursionError):
+        return first.lstrip().startswith(b"[")
 
 
 def _table(path: Path) -> Iterator[Any]:

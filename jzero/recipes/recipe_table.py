@@ -93,7 +93,7 @@ def recipes_text(name: str | None, price: float | None) -> str:
         raise ConfigError(f"--price {price}: must be a number of dollars, not negative")
     if name is None:
         rows = [cells(recipe, PRICE if price is None else price) for recipe in recipes]
-        hint = "jzero recipes NAME > config.json writes one; all figures are planned, by `jzero plan`"
+        hint = "jzero recipes NAME > plan.json writes one; all figures are planned, by `jzero plan`"
         return text_table("recipes", list(COLUMNS), rows, left=["recipe"]) + f"\n{hint}"
     for recipe in recipes:
         if recipe.name == name:
@@ -102,11 +102,11 @@ def recipes_text(name: str | None, price: float | None) -> str:
 
 
 def first_plan(model: str, gpu: str) -> str:
-    """Return the commands that plan a model without a config at hand: a recipe's, or one that a search completes."""
-    plan = f"jzero plan config.json --model {shlex.quote(model)}"
-    known = [recipe for recipe in load_recipes() if recipe.model == model]
+    """Return the commands that plan a model on a GPU without a config: a recipe's, or one that a search completes."""
+    # No adapters: --model has none. Not config.json: a directory of transformers has its own.
+    plan = f"jzero plan plan.json --model {shlex.quote(model)} --gpu {shlex.quote(gpu)}"
+    known = [one for one in load_recipes() if (one.model, one.method, one.gpu) == (model, "pretrain", gpu)]
     if not known:
-        return f"echo {shlex.quote(json.dumps(OPEN))} > config.json; {plan} --gpu {shlex.quote(gpu)} --search"
-    best = min(known, key=lambda recipe: (recipe.gpu != gpu, abs(recipe.gpus - 8)))  # a host has 8
-    where = f"--gpu {best.gpu} --nodes {best.nodes} --gpus_per_node {best.gpus_per_node}"
-    return f"jzero recipes {best.name} > config.json; {plan} {where}"
+        return f"echo {shlex.quote(json.dumps(OPEN))} > plan.json; {plan} --search"
+    best = min(known, key=lambda recipe: abs(recipe.gpus - 8))  # a host has 8
+    return f"jzero recipes {best.name} > plan.json; {plan} --nodes {best.nodes} --gpus_per_node {best.gpus_per_node}"

@@ -270,7 +270,6 @@ def _parses(kind, value) -> bool:
         ("zero_optimization.zeropp_loco_param.reset_T", 9),
         ("zero_optimization.stage3_model_persistence_threshold", 1),
         ("checkpoint.use_node_local_storage", True), ("nebula.enabled", True), ("progressive_layer_drop.enabled", True),
-        
         ("compile.offload_opt_states", True), ("datastates_ckpt.host_cache_size", 16),
     ],
 )  # fmt: skip

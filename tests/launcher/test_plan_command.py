@@ -11,6 +11,7 @@ from helpers.cuda import needs_cuda_compiler
 from jzero import cli
 from jzero.planner import gpus, named_models, plan_command
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
+from jzero.recipes.recipe_table import load_recipes
 from models import named as published
 
 CONFIG = {
@@ -55,23 +56,33 @@ def test_a_missing_config_comes_before_a_missing_compiler(tmp_path, monkeypatch,
     assert "absent.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "llama:tiny"])
-def test_without_a_config_it_names_commands_that_work(tmp_path, monkeypatch, capsys, model):
-    """A published model's recipe; for other models, a config whose open keys a search chooses."""
+@pytest.mark.parametrize(
+    ("model", "gpu", "recipe"),
+    [
+        *((model, "h100", True) for model in sorted({recipe.model for recipe in load_recipes()})),
+        ("llama3-70b", None, True), ("qwen3-32b", None, False), ("llama3-8b", "a100", False),
+        ("llama:tiny", None, False), ("gpt2:small", "b200", False),
+    ],
+)  # fmt: skip
+def test_without_a_config_it_names_commands_that_work(tmp_path, monkeypatch, capsys, model, gpu, recipe):
+    """A published model's recipe on the GPU that was asked for; otherwise a config whose open keys a search chooses."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", "--model", model]) == 2
+    assert cli.main(["plan", "--model", model, *(["--gpu", gpu] if gpu else [])]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     write, plan = line.partition("these commands plan one: ")[2].split("; ")
     words = shlex.split(write)
-    assert words[-2:] == [">", "config.json"]
-    if words[0] == "echo":
-        written, plan = words[1], plan.removesuffix(" --search")
-    else:
+    assert words[-2:] == [">", "plan.json"]  # a directory of `transformers` has a config.json of its own
+    assert (words[0] == "jzero", plan.endswith(" --search")) == (recipe, not recipe)
+    if recipe:
         assert cli.main(words[1:-2]) == 0
         written = capsys.readouterr().out
-    (tmp_path / "config.json").write_text(written)
-    assert cli.main([*shlex.split(plan)[1:], "--formula"]) == 0
-    assert "model state per GPU" in capsys.readouterr().out
+    else:
+        written = words[1]
+    (tmp_path / "plan.json").write_text(written)
+    assert cli.main([*shlex.split(plan.removesuffix(" --search"))[1:], "--formula"]) == 0
+    table = capsys.readouterr().out
+    assert "model state per GPU" in table
+    assert gpus.GPUS[gpu or "h200"].description in table
 
 
 def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):

@@ -43,16 +43,14 @@ def test_output_is_whole(start, worker, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "first", "last"),
-    [
-        ("raise", 1, "rank 1 exited with code 1 first", "ValueError: a fault of rank 1"),
-        ("code", 7, "rank 2 exited with code 7 first", ""),
-    ],
+    ("what", "code", "first"),
+    [("raise", 1, "rank 1 exited with code 1 first"), ("code", 7, "rank 2 exited with code 7 first")],
 )
-def test_a_rank_that_fails(start, worker, what, code, first, last):
+def test_a_rank_that_fails(start, worker, what, code, first):
     job = start(*CPU, 3, worker, what).ended(code)
     assert first in job.errors
-    assert job.errors.rstrip().endswith(last)
+    if what == "raise":
+        assert job.errors.rstrip().endswith("ValueError: a fault of rank 1")
     job.gone(1)
 
 

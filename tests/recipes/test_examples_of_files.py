@@ -13,6 +13,7 @@ from models.byte_tokenizer import byte_tokenizer
 pytest.importorskip("transformers")
 
 CHAT = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2."}]}
+TALK = CHAT["messages"]
 SAMPLES = {
     "text": {"text": "one two"},
     "completions": {"prompt": "1?", "completion": " 2."},
@@ -83,6 +84,12 @@ def test_parts_of_a_text_lose_no_label(tokenizer):
         ([CHAT, [1]], ["line 2 is list", "must be an object"]),
         ([[{"text": "a"}]], ["a.jsonl is one JSON array", "`jq -c '.[]' a.jsonl` writes these lines"]),
         (["[", '{"text": "a"}', "]"], ["a.jsonl is one JSON array"]),
+        ([[{"text": "a"}], "", " "], ["a.jsonl is one JSON array"]),
+        (['[{"text": "a"},', '{"text": "b"}]'], ["a.jsonl is one JSON array"]),
+        ([TALK, TALK], ["a.jsonl line 1 is list: must be an object", '{"messages": [{']),
+        (["", TALK, TALK], ["a.jsonl line 2 is list"]),
+        ([{"messages": "hello"}], ["line 1: messages is 'hello': must be a list of messages"]),
+        ([{"messages": 3}], ["line 1: messages is 3: must be a list of messages"]),
         ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
         ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
         ([{"text": None}], ["line 1 has the fields text (null)"]),

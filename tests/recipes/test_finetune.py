@@ -267,12 +267,17 @@ H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NV
 @pytest.mark.parametrize(
     ("given", "on_a_t4", "on_an_h100"),
     [
-        ({}, "fp16", "bf16"), ({"seed": 1}, "fp16", "bf16"), ({"bf16": {"enabled": False}}, "fp32", "fp32"),
+        ({}, "fp16", "bf16"), ({"seed": 1}, "fp16", "bf16"),
         ({"fp16": {"enabled": True}}, "fp16", "fp16"), ({"bf16": {"enabled": True}}, "bf16", "bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"check_grad_overflow": False}}, "fp16", "fp16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16", "bf16"), ({"fp16": {"initial_scale_power": 12}}, "fp16", "bf16"),
+        ({"fp16": {"loss_scale": 128}}, "fp16", "bf16"), ({"bf16": {"check_grad_overflow": False}}, "fp16", "bf16"),
+        ({"fp16": {"enabled": False}}, "fp32", "bf16"), ({"bf16": {"enabled": False}}, "fp16", "fp16"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32", "fp32"),
     ],
 )  # fmt: skip
 def test_the_half_precision_is_the_devices(given, on_a_t4, on_an_h100):
-    """A T4, Colab's GPU, multiplies fast in fp16 alone. A --config that turns one half off does not get the other."""
+    """A T4, Colab's GPU, multiplies fast in fp16 alone. A --config decides by an `enabled` of its own."""
     made = choices.merged_sections(choices.base_config(16, 1e-4, Options(), "lora", 1), given)
     for device, expected in ((T4, on_a_t4), (H100, on_an_h100)):
         assert settle_precision(Config.load(made), {"w": np.zeros(2, np.float32)}, device)[0].precision == expected
