@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50320,
+    "lines": 50366,
     "files": 275,
-    "statements": 29580,
+    "statements": 29607,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

@@ -177,14 +177,16 @@ def sample_continuations(engine: Engine, choices: Choices, tokenizer: Any) -> li
     few = from_rows[np.unique(np.linspace(0, len(from_rows) - 1, ROWS).astype(int))]
     rows: Mapping[str, PyTree] = choices.data.rows(few)
     rows = rows.get(SIDES[0], rows)
-    prompts = different_prompts(rows)
+    positions = choices.shape.max_positions or PROMPT + NEW
+    new = min(NEW, positions // 2)
+    prompts = [prompt[new - positions :] for prompt in different_prompts(rows)]
     width = max(map(len, prompts))
     end = tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     padded = np.array([[pad or 0] * (width - len(prompt)) + prompt for prompt in prompts], np.int32)
     mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     ends = {} if end is None else {"eos_token_id": end, "pad_token_id": pad}
-    found = engine.generate(padded, NEW, attention_mask=mask, numpy=True, **ends)
+    found = engine.generate(padded, new, attention_mask=mask, numpy=True, **ends)
     texts = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return list(zip(map(tokenizer.decode, prompts), texts, strict=True))
 

@@ -117,6 +117,21 @@ def test_loss_falls_and_the_model_loads(kind, method, directory, data, tmp_path,
 
 
 @pytest.mark.slow
+def test_the_samples_of_a_gpt2_have_its_positions(data, tmp_path):
+    tokenizer = byte_tokenizer()
+    shape = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, vocab_size=len(tokenizer), n_positions=48, eos_token_id=tokenizer.eos_token_id
+    )
+    transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tuned = finetune(str(tmp_path), data("text"), out=tmp_path / "out", method="full", steps=2, length=48)
+    assert len(tuned.samples) == 3
+    assert all(len(text) <= 24 for _, text in tuned.samples)  # a token is a byte
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.n_positions == 48
+
+
+@pytest.mark.slow
 def test_a_preset_stops_early_and_goes_back_to_its_best(data, tmp_path, capsys):
     """A rate far too high, so that the first evaluation stays the best."""
     out = tmp_path / "out"
@@ -241,10 +256,11 @@ def test_a_family_without_such_matrices_names_the_other_method(tmp_path):
 
 
 def test_other_models_are_refused(tmp_path):
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 258, "n_positions": 64}
+    config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    config |= {"intermediate_size": 64, "vocab_size": 258, "max_position_embeddings": 64, "type_vocab_size": 2}
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="is a gpt2: jzero finetune tunes decoders; see"):
+    with pytest.raises(ConfigError, match="is a bert: jzero finetune tunes decoders; see"):
         starting_point(str(tmp_path), None)
 
 
@@ -369,8 +385,7 @@ def test_models_by_name(directory):
     assert (start.shape.d_model, start.shape.vocab_size, start.directory) == (1024, 258, None)
     assert starting_point("llama:tiny", None).shape.num_layers == 4
     assert starting_point("moe:mixtral-8x7b", None).shape.mixture.num_experts == 8
-    with pytest.raises(ConfigError, match="gpt2:xl is a gpt2: jzero finetune tunes decoders"):
-        starting_point("gpt2:xl", None)
+    assert starting_point("gpt2:xl", None).shape.max_positions == 1024
     with pytest.raises(ConfigError, match=r"model 'tiny' is unknown: must be .*; did you mean 'llama:tiny'\?"):
         starting_point("tiny", None)
     assert starting_point("qwen3-0.6b", str(directory)).tokenizer.chat_template == byte_tokenizer().chat_template
