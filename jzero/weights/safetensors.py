@@ -286,10 +286,10 @@ class File:
         axis = next(i for i, stride in enumerate(strides) if stride <= self.window or i == len(shape) - 1)
         length, rows = box[axis].stop - box[axis].start, max(1, self.window // strides[axis])
         for lead in np.ndindex(*[s.stop - s.start for s in box[:axis]]):
-            before = sum((s.start + i) * stride for s, i, stride in zip(box, lead, strides, strict=False))
+            skipped = sum((s.start + i) * stride for s, i, stride in zip(box, lead, strides, strict=False))
             for row in range(0, length, rows):
                 some = min(rows, length - row)
-                at = start + before + (box[axis].start + row) * strides[axis]
+                at = start + skipped + (box[axis].start + row) * strides[axis]
                 mapped = self._map(dtype, at, (some, *shape[axis + 1 :]))
                 view = mapped[(slice(None), *box[axis + 1 :])]
                 yield (*lead, slice(row, row + some)), view

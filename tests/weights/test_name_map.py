@@ -16,7 +16,7 @@ import jzero
 from jzero.weights import safetensors
 from jzero.weights.export import shards
 from jzero.weights.name_map import ShapeDtype, assign, leaves_of, tensors
-from jzero.weights.safetensors import File, TensorWriter
+from jzero.weights.safetensors import File, TensorWriter, checksum_of
 
 HEADS = {"leaf": "stack/heads", "transposed": [1, 2, 3, 0]}
 TABLE = {
@@ -78,6 +78,12 @@ def expected(table):
     return found
 
 
+def checksum_of_all(x):
+    """The checksum of a whole tensor, however it was written."""
+    x = np.atleast_1d(x)
+    return checksum_of(x, (0,) * x.ndim, x.shape)
+
+
 def test_the_numbers_of_layers():
     row = {"name": "norm.{layer}", "leaf": "stack/norm", "layers": [4, 2]}
     found = tensors({"stack.norm": LEAVES["stack.norm"]}, {"tensors": [row]})
@@ -104,6 +110,8 @@ def test_boxes_into_files_and_back(tmp_path_factory, table, data, window):
         for name, values in expected(table).items():
             np.testing.assert_array_equal(found[name], values)
         file = File.open(path)
+        for name, entry in file.entries.items():
+            assert entry.checksum == checksum_of_all(found[name])
         for tensor in some:
             file.reshape(tensor.name, tensor.view)
         for name, values in VALUES.items():
@@ -226,6 +234,7 @@ def test_parts_of_one_tensor(tmp_path):
     def total():
         read = File.open(file)
         expected = read.entries["qk"].checksum
+        assert expected == checksum_of_all(np.concatenate([values["q"].T, values["k"].T]))
         read.divide("qk", some)
         for tensor in some:
             read.reshape(tensor.name, tensor.view)
