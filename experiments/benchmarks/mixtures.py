@@ -2,8 +2,8 @@
 
     python -m experiments.benchmarks.mixtures --case qwen3-moe --runner jzero
 
-The layers of Qwen3-30B-A3B (arXiv:2505.09388) and of DeepSeek-V2-Lite (arXiv:2405.04434), of which as many as AdamW's
-float32 masters and moments leave room for, and a smaller vocabulary, whose products would be most of so few layers.
+The layers of Qwen3-30B-A3B (arXiv:2505.09388) and of DeepSeek-V2-Lite (arXiv:2405.04434), as many as fit beside AdamW's
+float32 masters and moments. The vocabulary is smaller: with so few layers its products would take most of the time.
 bf16 products, clipping, no remat, random weights and tokens, no balance loss; `mixtures_torch.py` has PyTorch's side.
 """
 

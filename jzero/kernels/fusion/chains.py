@@ -98,7 +98,7 @@ class Chains:
         return alike and x.size * y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
 
     def _chain(self, first: Equation) -> Chain | None:
-        """Return the chain of which this is the first of the last products, if it is one."""
+        """Return the chain that ends in this product and those beside it, or None."""
         x, products = first.invars[0], self._alike(first)
         inside: dict[int, Equation] = {}  # the elementwise equations, in order
         parts: dict[Variable, _Part] = {}

@@ -78,7 +78,7 @@ def _of_log_softmax(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 # Each with the name of its equation that reads an array of the logits' shape: few others of a program do.
 FORMS = {_of_optax: "exp", _of_log_softmax: "log_softmax"}
-LABELS = "int32", "uint16"  # the dtypes of which int32 holds all values
+LABELS = "int32", "uint16"  # int32 holds every value of them
 
 
 def _made(jaxpr: Jaxpr) -> dict[Variable, Equation]:
