@@ -191,7 +191,7 @@ def test_a_host_with_another_jaxlib(launch, hosts, tmp_path):
     other = tmp_path / "other" / "jaxlib-0.1.2.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlib\nVersion: 0.1.2\n")
-    hosts.serve("b", f"SetEnv PYTHONPATH={tmp_path}/other")
+    hosts.serve("b", PYTHONPATH=tmp_path / "other")
     try:
         job = launch("worker.py", "show").ended(2)
         without = launch("--min_nodes", 1, "worker.py", "show").ended()
