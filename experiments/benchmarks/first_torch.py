@@ -246,7 +246,7 @@ def made(case: Any) -> nn.Module:
 
 def measured(case: Any, batch: dict[str, Any], tuned: bool = False) -> dict[str, Any]:
     """Run a case; return its record."""
-    from .first import DECAY, steps
+    from .first import DECAY
 
     begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
@@ -278,14 +278,21 @@ def measured(case: Any, batch: dict[str, Any], tuned: bool = False) -> dict[str,
         optimizer.step()
         return loss.detach()
 
+    return record(run, begin)
+
+
+def record(run: Callable[[], torch.Tensor], begin: float) -> dict[str, Any]:
+    """Measure steps; `begin` is when the model began to be made."""
+    from .first import steps
+
+    on_gpu = torch.cuda.is_available()
     first = float(run())
     start_s = time.perf_counter() - begin
     wait = (lambda _: torch.cuda.synchronize()) if on_gpu else float
     found = measure(run, wait, steps=steps(run, float))
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    losses = [round(first, 4), round(float(run()), 4)]
     return {
-        "torch": torch.__version__, "device": name, "start_s": round(start_s, 1), **found, "peak_gib": round(peak, 2),
-        "losses": losses,
+        "torch": torch.__version__, "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "start_s": round(start_s, 1), **found, "peak_gib": round(peak, 2),
+        "losses": [round(first, 4), round(float(run()), 4)],
     }  # fmt: skip

@@ -23,8 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.decoder_config import DecoderConfig
 
-from .first import steps
-from .gpu import measure
+from .first_torch import record
 from .torch_llama import Embedding, Linear, Norm, cross_entropy, rotate, swiglu
 
 grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # before 2.10 it had no public name
@@ -208,7 +207,7 @@ def fastest_attention(shape: DecoderConfig, rows: int, length: int) -> tuple[str
 
 def measured(shape: DecoderConfig, tokens: np.ndarray, tuned: bool = False) -> dict[str, Any]:
     """Train on the same batch in every step; return what was measured."""
-    from .mixtures import CLIP, OPTIMIZER, gib
+    from .mixtures import CLIP, OPTIMIZER
 
     begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
     torch.manual_seed(0)
@@ -233,13 +232,4 @@ def measured(shape: DecoderConfig, tokens: np.ndarray, tuned: bool = False) -> d
         optimizer.step()
         return loss.detach()
 
-    first = float(run())
-    start_s = time.perf_counter() - begin
-    wait = (lambda _: torch.cuda.synchronize()) if on_gpu else float
-    found = measure(run, wait, steps=steps(run, float))
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    return {
-        "torch": torch.__version__, "device": torch.cuda.get_device_name() if on_gpu else "cpu", "attention": kernel,
-        "padded_values": padded, "start_s": round(start_s, 1),
-        **found, "peak_gib": gib(peak), "losses": [round(first, 4), round(float(run()), 4)],
-    }  # fmt: skip
+    return {"attention": kernel, "padded_values": padded, **record(run, begin)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.sampling import keep
 
-from experiments.benchmarks import gpu, lora, mixtures
+from experiments.benchmarks import first, gpu, lora, mixtures
 
 ROWS = [(case, runner) for case in mixtures.CASES for runner in ("jzero", "torch")]
 
@@ -17,12 +17,10 @@ ROWS = [(case, runner) for case in mixtures.CASES for runner in ("jzero", "torch
 def test_a_mixture_trains(case, runner, monkeypatch, capsys):
     """The first loss is that of words drawn at random, and the same batch is learned."""
     monkeypatch.setattr(gpu, "WARM_UP", 0)
-    monkeypatch.setattr(mixtures, "steps", lambda run, wait: 1)
+    for module in (mixtures, first):
+        monkeypatch.setattr(module, "steps", lambda run, wait: 1)
     if runner == "torch":
         pytest.importorskip("torch")
-        from experiments.benchmarks import mixtures_torch
-
-        monkeypatch.setattr(mixtures_torch, "steps", lambda run, wait: 1)
     mixtures.main(["--case", case, "--runner", runner, "--tiny"])
     found = json.loads(capsys.readouterr().out)
     start, end = found["losses"]
