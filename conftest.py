@@ -6,6 +6,7 @@ import gc
 import os
 import pathlib
 import subprocess
+import sys
 from importlib.metadata import version
 
 import hypothesis
@@ -31,6 +32,10 @@ def quiet():
 # fast; from 0.11 on, XLA no longer has them, and refuses the flag.
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+
+# Hundreds of processes import jzero: they keep its bytecode, also where the shell's Python does not.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # LLVM's; the tests spend their time on compiling, and so do the processes that they start, which inherit this.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
