@@ -69,8 +69,8 @@ _primitive = function_primitive("map_parts", _kernel)
 # SwiGLU of [8192, 14336] takes 180 to 188 us forward and 363 backward on an H200; tiles half as large are as fast. GELU
 # of [32768, 3072] takes 120 us forward, and 132 in tiles half as large.
 TILE, COLUMNS = 2048, 512  # elements of a part, at most as many columns
-# With sums over rows: each thread has columns of its own, and a program adds up to STEPS tiles; half as many where there
-# would be fewer than PROGRAMS programs.
+# With sums over rows: each thread has columns of its own, and a program adds up to STEPS tiles; half as many where
+# there would be fewer than PROGRAMS programs.
 SUM_TILE, SUM_COLUMNS, STEPS, PROGRAMS = 1024, 1024, 32, 1024
 Block = tuple[tuple[int, ...], tuple[int | None, ...]]  # shape; which index of the grid counts it, along each dimension
 
