@@ -91,11 +91,7 @@ GEMMA2: Keys = {
 }
 TIED = {"tie_word_embeddings": True}
 SLIDING = {"use_sliding_window": False}
-SANDWICH = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
+SANDWICH = {"mlp_norm": "pre_feedforward_layernorm"}
 OLMO = {"norms": "after", "qk_norm": "all"}
 COHERE = {"norm": "layer_unbiased", "parallel": "one_norm", "interleaved_rope": True}
 GRANITE: Keys = {
@@ -209,7 +205,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM", absent={"rms_norm_eps": 1e-5},
-        names={"qkv": "self_attn.qkv_proj[part]", "gate_up": "mlp.gate_up_proj"},
+        names={"qkv": "self_attn.qkv_proj[{part}]", "parts": "0 1 2", "gate_up": "mlp.gate_up_proj"},
     ),
     "olmo2": Family("Olmo2ForCausalLM", OLMO, BIAS, {"rms_norm_eps": 1e-5}, SANDWICH),
     "olmo3": Family(
