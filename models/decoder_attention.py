@@ -10,7 +10,7 @@ from flax import nnx
 
 from .attention import Decoding, KVCache, attend, same_segment, visible_ST
 from .decoder_config import DecoderConfig
-from .lora import FusedLinear, linear
+from .lora import FusedLinear, Linear, linear
 from .norms import query_key_norms, unit_rms
 from .rope import Rope, either, frequencies, rope, segment_positions
 
@@ -150,7 +150,7 @@ def flag(pattern: tuple[bool, ...] | None, layer: jax.Array | None) -> jax.Array
 
 def linear_of(
     config: DecoderConfig, d_in: int, d_out: int, name: str, rngs: nnx.Rngs, *, last: bool = False, bias: bool = False
-) -> nnx.Linear:
+) -> Linear:
     """Make the product of one module in files; the `last` ones of a residual branch start smaller."""
     return linear(d_in, d_out, name, config.lora, rngs=rngs, use_bias=bias, kernel_init=initial(config, last))
 

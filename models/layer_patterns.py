@@ -67,12 +67,11 @@ def repeated(flags: Sequence[bool], plain: bool) -> tuple[bool, ...] | None:
     return tuple(flags[:size])
 
 
-def patterns_json(config: DecoderConfig, absent: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+def patterns_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any]:
     """Return what config.json has of the patterns.
 
     Args:
       absent: the family's values of keys that config.json may lack.
-      there: of the download.
     """
     c, content = config, dict[str, Any]()
     layers = range(c.num_layers)
@@ -83,10 +82,11 @@ def patterns_json(config: DecoderConfig, absent: Mapping[str, Any], there: Mappi
         content[CHUNK] = c.window
         content |= dict(zip(("attn_scale", "floor_scale"), c.temperature or (), strict=False))
         if c.rope_layers:
-            content[TUNING] = c.temperature is not None and (there.get(TUNING) or True)
-    elif c.window is not None or "sliding_window" not in there:  # a window that is not used stays
+            content[TUNING] = c.temperature is not None
+    else:
         content["sliding_window"] = c.window
-    listed = {"sliding_window_pattern", CHUNK} & {*absent} or "layer_types" in {*there, *absent}
+    listed = bool({"sliding_window_pattern", CHUNK, "layer_types"} & {*absent})
+    listed |= c.download is not None and "layer_types" in c.download.config
     if c.global_layers or listed:
         kinds = {**KINDS, False: CHUNKED} if CHUNK in absent else KINDS
         content["layer_types"] = [kinds[wide[i % len(wide)]] for i in layers]

@@ -173,10 +173,10 @@ def _head_norm(c: DecoderConfig, name: str, leaf: str, own: Shapes) -> list[Row]
 
 
 def _feed_forward(names: Mapping[str, str], own: Shapes) -> list[Row]:
-    rows = [*module_rows(names["up"], "mlp/up", own), *module_rows(names["down"], "mlp/down", own)]
+    rows = module_rows(names["up"], "mlp/up", own)
     for name, cut in _parts(names["gate_up"], {"gate": (1, 0, 1), "up": (1, 1, 2)}, (1, 0, 2)):
         rows += module_rows(name, "mlp/gate_up", own, cut)
-    return rows
+    return [*rows, *module_rows(names["down"], "mlp/down", own)]
 
 
 def _mixture(c: DecoderConfig, names: Mapping[str, str], own: Shapes) -> list[Row]:
