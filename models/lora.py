@@ -170,13 +170,3 @@ def config_json(lora: LoRAConfig) -> dict[str, Any]:
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-
-
-Linear = nnx.Linear | LoRALinear
-
-
-def linear(d_in: int, d_out: int, name: str, lora: LoRAConfig | None, *, rngs: nnx.Rngs, **options: Any) -> Linear:
-    """Make a layer that computes one module, with its adapter if `lora` asks for one."""
-    if lora is None or name not in (MODULES if lora.quantized else lora.target_modules):
-        return nnx.Linear(d_in, d_out, rngs=rngs, **options)
-    return LoRALinear(d_in, (d_out,), 0, {name: d_out}, lora, rngs=rngs, **options)
