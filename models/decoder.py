@@ -79,7 +79,9 @@ class Decoder(Transformer):
 
     @property
     def first_layer(self) -> jax.Array | None:
-        return jnp.int32(0) if self.config.layers_differ else None
+        """The first index of a layer, if it decides what a layer computes."""
+        c = self.config
+        return jnp.int32(0) if c.global_layers or (c.rope_layers and c.has_rope) else None
 
     @property
     def has_aux(self) -> bool:

@@ -265,17 +265,6 @@ class DecoderConfig:
         """Whether any layer has RoPE."""
         return not self.rope_layers or any(self.rope_layers)
 
-    @property
-    def score_scale(self) -> float:
-        """What multiplies the scores of latent attention."""
-        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        return scale * (self.rope_scaling.latent_scale if self.rope_scaling else 1)
-
-    @property
-    def layers_differ(self) -> bool:
-        """Whether a layer's index decides what it computes."""
-        return bool(self.global_layers or (self.rope_layers and self.has_rope))
-
     def of_layer(self, number: int) -> DecoderConfig:
         """Return the config of a layer, which has a mixture or none."""
         return dataclasses.replace(self, mixture=None, dense_layers=()) if number in self.dense_layers else self
