@@ -22,7 +22,7 @@ from .decoder_config import padded
 from .encoder import Encoder, EncoderConfig, linear
 from .norms import make_norm
 from .rope import learned_positions
-from .tensor_names import embedding, layer_rows, linear_rows, norm_rows
+from .tensor_names import layer_rows, module_rows, padded_rows
 from .transformer import plain, stacked
 from .vocabulary import check_tokens
 
@@ -115,16 +115,16 @@ class Bert(Encoder):
 
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `BertForMaskedLM`."""
-        c, head, tables = self.config, "cls.predictions.", "bert.embeddings."
+        c, head, tables, shapes = self.config, "cls.predictions.", "bert.embeddings.", self.shapes
         rows: list[dict[str, Any]] = [
-            *embedding(tables + "word_embeddings.weight", "ends/embed", c.vocab_size, c.vocab_rows),
+            *padded_rows(tables + "word_embeddings.weight", "ends/embed", c.vocab_size, shapes),
             {"name": tables + "position_embeddings.weight", "leaf": "ends/positions"},
             {"name": tables + "token_type_embeddings.weight", "leaf": "ends/types"},
-            *norm_rows(tables + "LayerNorm", "ends/embed_norm"),
-            *layer_rows(c.block, NAMES),
-            *embedding(head + "bias", "ends/head_bias", c.vocab_size, c.vocab_rows),
-            *linear_rows(head + "transform.dense", "ends/head"),
-            *norm_rows(head + "transform.LayerNorm", "ends/head_norm"),
+            *module_rows(tables + "LayerNorm", "ends/embed_norm", shapes),
+            *layer_rows(c.block, NAMES, shapes),
+            *padded_rows(head + "bias", "ends/head_bias", c.vocab_size, shapes),
+            *module_rows(head + "transform.dense", "ends/head", shapes),
+            *module_rows(head + "transform.LayerNorm", "ends/head_norm", shapes),
         ]
         return c.weights_layout(
             rows,

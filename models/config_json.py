@@ -1,44 +1,134 @@
-"""Decoders written for the `transformers` library: config.json, and the table of the weights in files."""
+"""Decoders of the `transformers` library: the reading and the writing of config.json, and the table of the weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jzero.errors import ConfigError
 
-from .decoder_config import DecoderConfig
-from .downloads import ADVICE, Download
-from .families import FAMILIES, Family, decoder_config
-from .layer_patterns import patterns_json
+from .decoder_config import DecoderConfig, LatentConfig, check_fields
+from .downloads import ADVICE, OWN, Download, count_problems
+from .families import FAMILIES, SIZES, Family
+from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_json, patterns_of
 from .lora import adapters_table
-from .moe_families import dense_json, mixture_json
-from .rope_json import rope_json
+from .moe_families import EXPERTS, TIMES, dense_json, dense_of, mixture_json, mixture_of
+from .rope_json import rope_json, rope_of
 from .tensor_names import tensor_rows
 
+OWN_NAMES = "weights in files have jzero's own names: "
 FUTURE = "num_nextn_predict_layers"
 # Keys of a config.json that concern the training alone, and what is said of them in the run report.
 LEFT_OUT = {
-    **dict.fromkeys(
-        (
-            "attention_dropout",
-            "hidden_dropout",
-            "embd_pdrop",
-            "attn_pdrop",
-            "resid_pdrop",
-            "embedding_dropout",
-            "residual_dropout",
-        ),
-        "decoders have no dropout; it is left out",
-    ),
+    "(attention|hidden|embedding|residual)_dropout|(embd|attn|resid)_pdrop": "decoders have no dropout; it is left out",
     "aux_loss_alpha": "this loss is left out, as in transformers; mixture.balance sets a balance loss",
 }
 # The fields that files do not have.
 OURS = (
     "attention", "future_layers", "future_weight", "pad_vocab_to", "loss_tiles", "mlp_tiles", "lora", "download",
-    "family",
+    "family", "mixture.capacity_factor", "mixture.balance", "mixture.bias_rate",
 )  # fmt: skip
+MAY_DIFFER = (
+    "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
+    "head_dim",  # the tensors' shapes imply it
+    "rope_parameters",  # its entries are compared individually
+    "max_window_layers",
+    "n_inner",  # null is 4 * n_embd
+    FUTURE,  # files may have more of these layers than the model
+)  # fmt: skip
+
+
+COUNTS = (
+    *SIZES, "num_kv_heads", "max_positions", "latent.rank", "latent.query_rank", "latent.plain", "latent.rotated",
+    "latent.value", "mixture.num_experts", "mixture.top_k", "mixture.width",
+)  # fmt: skip
+NEEDED = (*SIZES, "max_positions", "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
+NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
+REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
+
+
+def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
+    """Read the shape of a decoder from a config.json of `transformers`, versions 4 and 5.
+
+    Raises:
+      ConfigError: it describes what the decoder lacks; all problems at once.
+
+    >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
+    True
+    """
+    check_fields(DecoderConfig, changes)
+    name = download.config["model_type"]
+    family = FAMILIES[name]
+    there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
+    there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
+    if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
+        there["rope_scaling"] = download.config.get("rope_scaling")
+    quantized = there.get("quantization_config", {})
+    method, blocks = (quantized.get(key) for key in ("quant_method", "weight_block_size"))
+    if method == "mxfp4" or (method == "fp8" and blocks == [128, 128]):
+        del there["quantization_config"]  # `load_weights` reads both
+    if name == "gpt2" and "n_embd" in there:
+        there.setdefault("n_inner", 4 * there["n_embd"])
+    keys = family.all_keys
+    if EXPERTS in there and "mixture.num_experts" in keys:
+        there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
+    counts = [keys[x] for x in COUNTS if x in keys and there.get(keys[x]) is not None]
+    problems = count_problems(there, [keys[x] for x in NEEDED if x in keys], counts)
+    lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
+    problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
+    if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:
+        problems.append(f"config.json has layer_types {', '.join(sorted(other))}: models/decoder.py does not have them")
+    activation, kinds = keys["activation"]
+    allowed = [key for key, kind in kinds.items() if "activation" not in family.fixed or kind.startswith("gelu")]
+    for key in (activation, "hidden_activation"):
+        if there.get(key, allowed[0]) not in allowed:
+            problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
+    if problems:
+        raise ConfigError(*problems)
+    found = _nested({**{field: _read(there, key) for field, key in keys.items()}, **family.fixed})
+    found.setdefault("num_kv_heads", found["num_heads"])
+    there["num_hidden_layers"] = found["num_layers"]
+    if "latent" in found:
+        found["latent"] = LatentConfig(**{"query_rank": None, **found["latent"]})
+    if "mixture" in found:
+        found["mixture"] = mixture_of(found["mixture"], there, download.directory is not None)
+        found["dense_layers"] = dense_of(there)
+    width, heads = None if "latent" in found else there.get("head_dim"), found["num_heads"]
+    if width and width * heads != found["d_model"]:
+        found["head_width"] = width
+    scale = found.get("attention_scale")
+    if scale == (width or found["d_model"] // heads) ** -0.5:
+        del found["attention_scale"]  # the default
+    found = {**patterns_of(there), **found, "family": name, "download": download}
+    if not found.get("max_positions"):
+        found |= rope_of(there, found["global_layers"] is not None)
+    return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the fields of fields, and leave None out.
+
+    >>> _nested({"d_ff": 8, "mixture.top_k": 2, "window": None})
+    {'d_ff': 8, 'mixture': {'top_k': 2}}
+    """
+    found: dict[str, Any] = {}
+    for path, value in fields.items():
+        group, _, name = path.rpartition(".")
+        if value is not None:
+            (found.setdefault(group, {}) if group else found)[name] = value
+    return found
+
+
+def _read(there: Mapping[str, Any], key: Any) -> Any:
+    """Return a field's value; None if config.json does not have it."""
+    key, change = (key, 1) if isinstance(key, str) else key
+    value = there.get(key)
+    if isinstance(change, Mapping):
+        return change.get(value)
+    return value if change == 1 or value is None else value**change
 
 
 def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[str]]:
@@ -47,131 +137,118 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     Returns:
       (the table, lines for the run report); None if the family does not have all that the config has.
     """
-    family = FAMILIES.get(config.family)
+    c, family = config, FAMILIES.get(config.family)
     if family is None:
-        raise ConfigError(f"family = {config.family!r}: must be one of {', '.join(FAMILIES)}")
-    if config.mixture and "mixture.width" not in family.keys:
-        return None, [f"weights in files have jzero's own names: {family.architecture} has no mixture"]
-    content = config_json(config, family)
-    wrong = _lost(config, content)
-    wrong += ["future_layers"] if config.future_layers and FUTURE not in family.absent else []
-    if wrong:
-        return None, [f"weights in files have jzero's own names: {family.architecture} has no {', '.join(wrong)}"]
-    may_differ = [
-        "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
-        "head_dim",  # the tensors' shapes imply it
-        "rope_parameters",  # its entries are compared individually
-        "max_window_layers",
-        "n_inner",  # null is 4 * n_embd
-    ]  # fmt: skip
-    if config.mixture:  # the names of the tensors imply it; the rest is what the loss counts
-        may_differ += ["num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"]
-    if FUTURE in family.absent:  # files may have more of these layers than the model
-        may_differ += [FUTURE]
-    if config.activation == "gelu_tanh":
-        may_differ += [
-            "hidden_act",
-            "activation_function",
-        ]  # two names; older downloads of Gemma call it gelu
-    if config.rope_scaling:
-        may_differ += ["rope_scaling"]  # likewise
-    if config.window is None:
-        may_differ += ["sliding_window"]  # not used then
+        raise ConfigError(f"family = {c.family!r}: must be one of {', '.join(FAMILIES)}")
+    if c.mixture and "mixture.width" not in family.keys:
+        return None, [f"{OWN_NAMES}{family.architecture} has no mixture"]
+    content = config_json(c, family)
+    lost = _differences(c, decoder_config(Download(content)))
+    if lost := lost + ["future_layers"] * (c.future_layers > 0 and FUTURE not in family.absent):
+        return None, [f"{OWN_NAMES}{family.architecture} has no {', '.join(lost)}"]
+    rows = tensor_rows(c, family.names)
+    if c.lora and c.lora.quantized:
+        return None, [f"{OWN_NAMES}these are quantised"]
+    more = {
+        # The names of the tensors imply the number of experts; the rest is what the loss counts.
+        ("num_experts", "num_local_experts", "router_aux_loss_coef", "output_router_logits"): c.mixture,
+        # One value has several names; older downloads of Gemma call tanh's approximation gelu.
+        ("hidden_act", "activation_function"): c.activation == "gelu_tanh",
+        ("rope_scaling",): c.rope_scaling,
+        ("sliding_window",): c.window is None,  # not used then
+    }
     absent = {"rope_theta": 10_000.0, "rope_type": "default", **family.absent}
     # In files of transformers 5 these lie deeper, or have another name.
-    apart = (
-        {"rotary_pct", "rope_theta", "rope_type", "rope_local_base_freq"}
-        if "rope_local_base_freq" in absent
-        else {"rotary_pct"}
-    )
-    absent = {key: x for key, x in absent.items() if key not in apart}
-    keys = {
-        "may_differ": may_differ,
-        "absent": absent,
+    deeper = ("rope_theta", "rope_type", "rope_local_base_freq") if "rope_local_base_freq" in absent else ()
+    left_out, notes = _left_out(c)
+    table = {
+        "config": content,
+        "may_differ": [*MAY_DIFFER, *(key for keys, may in more.items() if may for key in keys)],
+        "absent": {key: x for key, x in absent.items() if key not in ("rotary_pct", *deeper)},
         "advice": ADVICE,
         "aliases": family.aliases,
-        # in older downloads; rope_theta implies them
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored, *_left_out(config)],
+        # rotary_emb.inv_freq: in older downloads; rope_theta implies them
+        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored, *left_out],
+        "tensors": rows,
     }
-    if config.download:
-        keys["download"] = config.download.table(config.vocab_size)
-    rows = tensor_rows(config, family.names)
-    if config.lora and config.lora.quantized:
-        return None, ["weights in files have jzero's own names: these are quantised"]
-    adapters = {"adapters": adapters_table(config.lora, rows)} if config.lora else {}
-    return {"config": content, **keys, "tensors": rows, **adapters}, _left_out_notes(config)
+    table |= {"download": c.download.table(c.vocab_size)} if c.download else {}
+    return table | ({"adapters": adapters_table(c.lora, rows)} if c.lora else {}), notes
 
 
-def _left_out_notes(config: DecoderConfig) -> list[str]:
-    there, ahead = config.download.config if config.download else {}, _future(config)
-    notes = [f"{key} = {there[key]}: {why}" for key, why in LEFT_OUT.items() if there.get(key)]
-    if ahead <= config.future_layers:
-        return notes
-    return [
-        *notes,
-        f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them",
+def _left_out(config: DecoderConfig) -> tuple[list[str], list[str]]:
+    """Return patterns of a download's tensors that are not read, and lines about what the model leaves out.
+
+    The tensors are those that predict further tokens: copies of embedding and head, and whole layers.
+    """
+    c, there = config, config.download.config if config.download else {}
+    notes = [
+        f"{key} = {x}: {why}"
+        for pattern, why in LEFT_OUT.items()
+        for key, x in there.items()
+        if x and re.fullmatch(pattern, key)
     ]
+    if not (ahead := there.get(FUTURE)):
+        return [], notes
+    if ahead > c.future_layers:
+        notes += [
+            f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them"
+        ]
+    layers = [f"model.layers.{number}.*" for number in range(c.num_layers + c.future_layers, c.num_layers + ahead)]
+    return [*layers, "model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"], notes
 
 
-def _future(config: DecoderConfig) -> int:
-    """Return how many layers a download has that predict further tokens."""
-    return config.download.config.get(FUTURE) or 0 if config.download else 0
+def _differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """List the fields of one config that are others in another, but for those that files do not have."""
+    here, there = _fields(config), _fields(other)
+    return [f"{key}={x!r}" for key, x in here.items() if key not in OURS and x != there.get(key)]
 
 
-def _left_out(config: DecoderConfig) -> list[str]:
-    """Return patterns of tensors that predict further tokens: copies of embedding and head, and whole layers."""
-    ahead = _future(config)
-    numbers = range(config.num_layers + config.future_layers, config.num_layers + ahead)
-    copies = ["model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"] if ahead else []
-    return [*(f"model.layers.{number}.*" for number in numbers), *copies]
-
-
-def _lost(config: DecoderConfig, content: dict[str, Any]) -> list[str]:
-    """List the fields that config.json cannot express: those that are different when it is read again."""
-    back = decoder_config(Download(content))
-    pairs = {f.name: (getattr(config, f.name), getattr(back, f.name)) for f in dataclasses.fields(config)}
-    if config.mixture and back.mixture:
-        ours = ("capacity_factor", "balance", "bias_rate")
-        parts = [f.name for f in dataclasses.fields(config.mixture) if f.name not in ours]
-        del pairs["mixture"]
-        pairs["a bias for the choice"] = config.mixture.bias_rate is not None, back.mixture.bias_rate is not None
-        pairs |= {f"mixture.{key}": (getattr(config.mixture, key), getattr(back.mixture, key)) for key in parts}
-    return [f"{key}={here!r}" for key, (here, there) in pairs.items() if key not in OURS and here != there]
+def _fields(config: DecoderConfig) -> dict[str, Any]:
+    """Return all fields, those of a mixture under their own names."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if mixture := config.mixture:
+        found |= {f"mixture.{name}": x for name, x in vars(mixture).items()}
+        found |= {"mixture": "experts", "a bias for the choice": mixture.bias_rate is not None}
+    return found
 
 
 def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the content of a config.json, for `transformers` 4 and 5."""
-    c, there = config, config.download.config if config.download else {}
+    """Return the content of a config.json, for `transformers` 4 and 5: a download's own one while it still holds."""
+    c = config
+    content = _content(c, family)
+    own = c.download if c.download and c.family == c.download.config["model_type"] else None
+    if own and not _differences(c, decoder_config(own)):
+        content |= {key: x for key, x in own.config.items() if key in content and key not in OWN}
+    return content | ({FUTURE: c.future_layers} if FUTURE in family.absent else {})
+
+
+def _content(c: DecoderConfig, family: Family) -> dict[str, Any]:
     content = {"architectures": [family.architecture], "model_type": c.family, **family.needs}
     keys = family.all_keys
     for path, key in keys.items():
         group, _, field = path.rpartition(".")
         part = getattr(c, group) if group else c
         key, change = (key, 1) if isinstance(key, str) else key
-        content |= {} if part is None else {key: _value(part, field, change, there.get(key))}
+        content |= {} if part is None else {key: _written(part, field, change)}
     if "attn_logit_softcapping" in content:
         content["hidden_activation"] = content["hidden_act"]
     content[keys["d_model"]] = c.d_model  # embed_scale has this key too
-    content |= {FUTURE: c.future_layers} if FUTURE in family.absent else {}
     content |= {} if c.download else {"bos_token_id": None, "eos_token_id": None}
     if c.max_positions:
         return content
-    plain = c.head_width is None and there.get("head_dim", 0) is None
-    content["head_dim"] = None if plain else c.head_dim
-    content |= {"head_dim": c.latent.rotated, "qk_head_dim": c.head_dim} if c.latent else {}
+    content |= {"head_dim": c.latent.rotated, "qk_head_dim": c.head_dim} if c.latent else {"head_dim": c.head_dim}
     content |= {} if c.download else {"max_position_embeddings": 4096}  # RoPE has no limit
     if c.mixture:
-        dense = dense_json(c.dense_layers, c.num_layers, family.dense, there)
-        content |= {**mixture_json(c.family, c.mixture, there), **dense}
-    return content | patterns_json(c, family.absent, there) | rope_json(c, family.absent)
+        dense = dense_json(c.dense_layers, c.num_layers, family.dense)
+        content |= {**mixture_json(c.family, c.mixture, c.download is not None), **dense}
+    return content | patterns_json(c, family.absent) | rope_json(c, family.absent)
 
 
-def _value(c: Any, field: str, change: float | Mapping[Any, Any], kept: Any) -> Any:
-    """Return what config.json has of a field; of two names for one value, the one that a download has."""
+def _written(c: Any, field: str, change: float | Mapping[Any, Any]) -> Any:
+    """Return what config.json has of a field."""
     value = getattr(c, field)
     if isinstance(change, Mapping):
-        names = [name for name, stands_for in change.items() if stands_for == value]
-        return kept if kept in names else names[0] if names else False
+        return next((name for name, stands_for in change.items() if stands_for == value), False)
     if field == "attention_scale" and value is None:
         value = c.head_dim**-0.5
     if change == 1 or value is None:

@@ -27,10 +27,9 @@ from jzero.pipeline import vocab_parallel
 from .attention import Cache, Carry, Decoding, Hidden, KVCache
 from .config_json import weights_table
 from .decoder_attention import linear_of
-from .decoder_block import LayerGroup, times
+from .decoder_block import Block, LayerGroup, times
 from .decoder_config import DecoderConfig
 from .moe import METRICS
-from .mtp import FutureLayer, ahead
 from .norms import make_norm
 from .rope import learned_positions
 from .transformer import Transformer, plain, stacked
@@ -80,7 +79,9 @@ class Decoder(Transformer):
 
     @property
     def first_layer(self) -> jax.Array | None:
-        return jnp.int32(0) if self.config.layers_differ else None
+        """The first index of a layer, if it decides what a layer computes."""
+        c = self.config
+        return jnp.int32(0) if c.global_layers or (c.rope_layers and c.has_rope) else None
 
     @property
     def has_aux(self) -> bool:
@@ -199,3 +200,36 @@ class Decoder(Transformer):
     def vocabulary(self) -> dict[str, int]:
         """{parameter: its vocabulary dimension}: a pipeline divides these among its stages."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
+
+
+class FutureLayer(nnx.Module):
+    """A layer that predicts a token further ahead (DeepSeek-AI, arXiv:2412.19437, section 2.2).
+
+    Its input is made of the state before it and the embedding of a token that comes later.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.embed_norm, self.state_norm = make_norm(config, rngs), make_norm(config, rngs)
+        self.join = linear_of(config, 2 * config.d_model, config.d_model, "eh_proj", rngs)
+        self.block = Block(config, rngs=rngs)
+        self.norm = make_norm(config, rngs)
+
+    def __call__(self, carry: Carry, embedded_BSD: jax.Array) -> Carry:
+        both = jnp.concatenate([self.embed_norm(embedded_BSD), self.state_norm(carry.x_BSD)], axis=-1)
+        after = self.block(carry._replace(x_BSD=self.join(both)))
+        assert isinstance(after, Carry)
+        return after._replace(x_BSD=self.norm(after.x_BSD))
+
+
+def ahead(
+    tokens_BS: jax.Array, labels_BS: jax.Array, segments_BS: jax.Array | None, distance: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens and labels `distance` columns later; no label (-1) at the end of a row or a document."""
+
+    def moved(x_BS: jax.Array, fill: int) -> jax.Array:
+        return jnp.pad(x_BS[:, distance:], ((0, 0), (0, distance)), constant_values=fill)
+
+    later_BS = moved(labels_BS, -1)
+    if segments_BS is not None:
+        later_BS = jnp.where(moved(segments_BS, -1) == segments_BS, later_BS, -1)
+    return moved(tokens_BS, 0), later_BS

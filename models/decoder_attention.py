@@ -10,7 +10,7 @@ from flax import nnx
 
 from .attention import Decoding, KVCache, attend, same_segment, visible_ST
 from .decoder_config import DecoderConfig
-from .lora import FusedLinear, linear
+from .lora import MODULES, FusedLinear, LoRALinear
 from .norms import query_key_norms, unit_rms
 from .rope import Rope, either, frequencies, rope, segment_positions
 
@@ -150,9 +150,13 @@ def flag(pattern: tuple[bool, ...] | None, layer: jax.Array | None) -> jax.Array
 
 def linear_of(
     config: DecoderConfig, d_in: int, d_out: int, name: str, rngs: nnx.Rngs, *, last: bool = False, bias: bool = False
-) -> nnx.Linear:
+) -> nnx.Linear | LoRALinear:
     """Make the product of one module in files; the `last` ones of a residual branch start smaller."""
-    return linear(d_in, d_out, name, config.lora, rngs=rngs, use_bias=bias, kernel_init=initial(config, last))
+    options: Any = {"rngs": rngs, "use_bias": bias, "kernel_init": initial(config, last)}
+    lora = config.lora
+    if lora is None or name not in (MODULES if lora.quantized else lora.target_modules):
+        return nnx.Linear(d_in, d_out, **options)
+    return LoRALinear(d_in, (d_out,), 0, {name: d_out}, lora, **options)
 
 
 def initial(config: DecoderConfig, last: bool = False) -> nnx.Initializer:

@@ -18,7 +18,7 @@ from .decoder_attention import Attention, initial, linear_of
 from .decoder_config import DecoderConfig
 from .latent_attention import LatentAttention
 from .lora import FusedLinear
-from .moe import Mixture
+from .moe import Mixture, MixtureConfig
 from .norms import make_norm
 
 
@@ -30,32 +30,23 @@ def gelu(x: jax.Array) -> jax.Array:
 ACTIVATIONS = {"silu": nnx.silu, "gelu": gelu, "gelu_tanh": nnx.gelu}
 
 
-class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)); one product makes gate and up. With silu this is SwiGLU."""
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)), where one product makes gate and up, or down(activation(up(x)))."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.activation, c = ACTIVATIONS[config.activation], config
-        widths = {"gate_proj": 1, "up_proj": 1}
-        self.gate_up = FusedLinear(
-            c.d_model, (2, c.d_ff), 0, widths, c.lora, rngs=rngs, use_bias=c.mlp_bias, kernel_init=initial(c)
-        )
+        self.activation, self.gated, c = ACTIVATIONS[config.activation], config.gated, config
+        if c.gated:  # with silu this is SwiGLU
+            widths, more = {"gate_proj": 1, "up_proj": 1}, {"use_bias": c.mlp_bias, "kernel_init": initial(c)}
+            self.gate_up = FusedLinear(c.d_model, (2, c.d_ff), 0, widths, c.lora, rngs=rngs, **more)
+        else:
+            self.up = linear_of(c, c.d_model, c.d_ff, "up_proj", rngs, bias=c.mlp_bias)
         self.down = linear_of(c, c.d_ff, c.d_model, "down_proj", rngs, last=True, bias=c.mlp_bias)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        if not self.gated:
+            return self.down(self.activation(self.up(x_BSD)))
         gate_BSF, up_BSF = (part_BS1F.squeeze(2) for part_BS1F in self.gate_up(x_BSD))
         return self.down(self.activation(gate_BSF) * up_BSF)
-
-
-class MLP(nnx.Module):
-    """down(activation(up(x)))."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.activation, c = ACTIVATIONS[config.activation], config
-        self.up = linear_of(c, c.d_model, c.d_ff, "up_proj", rngs, bias=c.mlp_bias)
-        self.down = linear_of(c, c.d_ff, c.d_model, "down_proj", rngs, last=True, bias=c.mlp_bias)
-
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.up(x_BSD)))
 
 
 class Block(nnx.Module):
@@ -68,7 +59,7 @@ class Block(nnx.Module):
         self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
         if before and config.parallel != "one_norm":
             self.mlp_norm = make_norm(config, rngs)
-        self.mlp = _feed_forward(config, rngs)
+        self.mlp = MLP(config, rngs=rngs) if config.mixture is None else _mixture(config, config.mixture, rngs)
         if after:
             self.attention_post_norm, self.mlp_post_norm = make_norm(config, rngs), make_norm(config, rngs)
 
@@ -142,13 +133,9 @@ class LayerGroup(nnx.Module):
         return x, new
 
 
-def _feed_forward(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
-    if config.mixture is None:
-        return (GatedMLP if config.gated else MLP)(config, rngs=rngs)
-    last = initial(config, last=True)
-    return Mixture(
-        config.mixture, config.d_model, ACTIVATIONS[config.activation], rngs=rngs, init=initial(config), last=last
-    )
+def _mixture(c: DecoderConfig, mixture: MixtureConfig, rngs: nnx.Rngs) -> Mixture:
+    starts = {"init": initial(c), "last": initial(c, last=True)}
+    return Mixture(mixture, c.d_model, ACTIVATIONS[c.activation], rngs=rngs, **starts)
 
 
 def times(x: jax.Array, scale: float) -> jax.Array:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
+from flax import nnx
 
 from jzero.attention_kernels import FLASH, FLASH_WIDTH, Attend, cudnn_obstacle
 from jzero.errors import ConfigError
@@ -30,6 +34,7 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+OF_EXPERTS = re.compile("mlp/(gate_up|down)(_bias)?$")  # of which a token uses a part
 NOT_LATENT = (
     "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width",
 )  # fmt: skip
@@ -77,13 +82,6 @@ class LatentConfig:
     plain: int
     rotated: int
     value: int
-
-    def num_parameters(self, d_model: int, heads: int) -> int:
-        """Count the parameters of a layer's attention."""
-        queries = (self.query_rank or d_model) * heads * (self.plain + self.rotated)
-        queries += (d_model + 1) * self.query_rank if self.query_rank else 0
-        keys = d_model * (self.rank + self.rotated) + self.rank + self.rank * heads * (self.plain + self.value)
-        return queries + keys + heads * self.value * d_model
 
 
 @dataclass(frozen=True, repr=False)
@@ -267,17 +265,6 @@ class DecoderConfig:
         """Whether any layer has RoPE."""
         return not self.rope_layers or any(self.rope_layers)
 
-    @property
-    def score_scale(self) -> float:
-        """What multiplies the scores of latent attention."""
-        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        return scale * (self.rope_scaling.latent_scale if self.rope_scaling else 1)
-
-    @property
-    def layers_differ(self) -> bool:
-        """Whether a layer's index decides what it computes."""
-        return bool(self.global_layers or (self.rope_layers and self.has_rope))
-
     def of_layer(self, number: int) -> DecoderConfig:
         """Return the config of a layer, which has a mixture or none."""
         return dataclasses.replace(self, mixture=None, dense_layers=()) if number in self.dense_layers else self
@@ -309,40 +296,18 @@ class DecoderConfig:
         """The rows of the embedding, padding included."""
         return padded(self.vocab_size, self.pad_vocab_to)
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters without adapters, by the names of their leaves."""
+        from .decoder import Decoder  # which imports this module
+
+        plain = dataclasses.replace(self, lora=None)
+        return nnx.eval_shape(lambda: Decoder(plain, rngs=nnx.Rngs(0))).shapes
+
     @property
     def num_parameters(self) -> int:
         """Count the parameters without adapters, embedding and head included."""
-        ends = self.d_model * (self.vocab_rows * (1 if self.tied else 2) + (self.max_positions or 0))
-        ends += self._norm_parameters
-        layers = sum(self.of_layer(i).layer_parameters() for i in range(self.num_layers + self.future_layers))
-        return layers + ends + self.future_layers * (2 * self.d_model**2 + 3 * self._norm_parameters)
-
-    @property
-    def _norm_parameters(self) -> int:
-        return self.d_model * (2 if self.norm == "layer" else 1)
-
-    def layer_parameters(self, *, active: bool = False) -> int:
-        """Count the parameters of a layer; `active`: those that a token uses."""
-        mixture, matrices = self.mixture, 3 if self.gated else 2
-        wide = matrices * self.d_ff
-        if mixture:
-            experts = mixture.top_k if active else mixture.num_experts
-            wide = mixture.num_experts + 3 * (mixture.width * experts + mixture.shared) + mixture.shared_gate
-            wide += experts * mixture.biases
-        heads, keys = self.num_heads, self.num_heads + self.num_kv_heads
-        norms = {"before": 2, "after": 2, "both": 4, "sum": 2}[self.norms] - (self.parallel == "one_norm")
-        scales = {None: 0, "unscaled": 0, "shared": 2, "each": keys, "all": keys}[self.qk_norm]
-        biases = (heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias + self.d_model * self.out_bias
-        if mixture:
-            biases += (mixture.num_experts + 2 * mixture.width * experts) * mixture.biases
-        else:
-            biases += ((matrices - 1) * self.d_ff + self.d_model) * self.mlp_bias
-        biases += self.num_heads * self.sinks
-        attention = 2 * self.d_model * keys * self.head_dim
-        if self.latent:
-            attention = self.latent.num_parameters(self.d_model, heads)
-        matrix = attention + self.d_model * wide
-        return matrix + norms * self._norm_parameters + scales * self.head_dim + biases
+        return sum(map(prod, self.shapes.values()))
 
     def flops_per_token(self, sequence: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
@@ -351,10 +316,13 @@ class DecoderConfig:
         keys that a token sees, on average, for attention's two products: half the sequence, half a chunk, or less with
         a window.
         """
-        numbers = range(self.num_layers + self.future_layers)
-        layers = sum(self.of_layer(i).layer_parameters(active=True) for i in numbers)
-        layers += self.future_layers * self.d_model * (2 * self.d_model + self.vocab_rows)
-        used = layers + self.d_model * (1 + self.vocab_rows)
+        share = self.mixture.top_k / self.mixture.num_experts if self.mixture else 1
+        lookups = {"ends/positions"} if self.tied else {"ends/positions", "ends/embed"}
+        used = self.future_layers * self.d_model * self.vocab_rows + sum(
+            prod(shape) * (share if OF_EXPERTS.search(name) else 1)
+            for name, shape in self.shapes.items()
+            if name not in lookups
+        )
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))

@@ -1,4 +1,4 @@
-"""Families of decoders in the `transformers` library: one row for each, and the reading of config.json.
+"""Families of decoders in the `transformers` library: one row for each.
 
 A row names what differs from Llama: the fields that a family always has, the keys of config.json that decide others,
 the values of keys that config.json may lack, and the names of the weights.
@@ -6,17 +6,11 @@ the values of keys that config.json may lack, and the names of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jzero.errors import ConfigError
-
-from .decoder_config import GPT_BLOCKS, DecoderConfig, LatentConfig, check_fields
-from .downloads import Download, count_problems
-from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_of
-from .moe_families import EXPERTS, TIMES, dense_of, mixture_of
-from .rope_json import rope_of
+from .decoder_config import GPT_BLOCKS
+from .moe_families import EXPERTS, TIMES
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is), or (the
 # key, the fields of its values). "mixture.width" is the field `width` of the field `mixture`.
@@ -43,11 +37,6 @@ EXPERT: Keys = {
 LOCAL: Keys = {
     "mixture.num_experts": EXPERTS, "mixture.top_k": "num_experts_per_tok", "mixture.width": "intermediate_size",
 }  # fmt: skip
-COUNTS = (
-    *SIZES, "num_kv_heads", "max_positions", "latent.rank", "latent.query_rank", "latent.plain", "latent.rotated",
-    "latent.value", "mixture.num_experts", "mixture.top_k", "mixture.width",
-)  # fmt: skip
-NEEDED = (*SIZES, "max_positions", "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
 
 
 @dataclass(frozen=True)
@@ -91,11 +80,7 @@ GEMMA2: Keys = {
 }
 TIED = {"tie_word_embeddings": True}
 SLIDING = {"use_sliding_window": False}
-SANDWICH = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
+SANDWICH = {"mlp_norm": "pre_feedforward_layernorm"}
 OLMO = {"norms": "after", "qk_norm": "all"}
 COHERE = {"norm": "layer_unbiased", "parallel": "one_norm", "interleaved_rope": True}
 GRANITE: Keys = {
@@ -209,7 +194,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM", absent={"rms_norm_eps": 1e-5},
-        names={"qkv": "self_attn.qkv_proj[part]", "gate_up": "mlp.gate_up_proj"},
+        names={"qkv": "self_attn.qkv_proj[{part}]", "parts": "0 1 2", "gate_up": "mlp.gate_up_proj"},
     ),
     "olmo2": Family("Olmo2ForCausalLM", OLMO, BIAS, {"rms_norm_eps": 1e-5}, SANDWICH),
     "olmo3": Family(
@@ -328,87 +313,3 @@ FAMILIES = {
         {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "scale_attn_weights": True, **TIED},
     ),
 }  # fmt: skip
-NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
-REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
-
-
-def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
-    """Read the shape of a decoder from a config.json of `transformers`, versions 4 and 5.
-
-    Raises:
-      ConfigError: it describes what the decoder lacks; all problems at once.
-
-    >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
-    True
-    """
-    check_fields(DecoderConfig, changes)
-    name = download.config["model_type"]
-    family = FAMILIES[name]
-    there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
-    there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
-    if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
-        there["rope_scaling"] = download.config.get("rope_scaling")
-    quantized = there.get("quantization_config", {})
-    method, blocks = (quantized.get(key) for key in ("quant_method", "weight_block_size"))
-    if method == "mxfp4" or (method == "fp8" and blocks == [128, 128]):
-        del there["quantization_config"]  # `load_weights` reads both
-    if name == "gpt2" and "n_embd" in there:
-        there.setdefault("n_inner", 4 * there["n_embd"])
-    keys = family.all_keys
-    if EXPERTS in there and "mixture.num_experts" in keys:
-        there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
-    counts = [keys[x] for x in COUNTS if x in keys and there.get(keys[x]) is not None]
-    problems = count_problems(there, [keys[x] for x in NEEDED if x in keys], counts)
-    lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
-    problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
-    if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:
-        problems.append(f"config.json has layer_types {', '.join(sorted(other))}: models/decoder.py does not have them")
-    activation, kinds = keys["activation"]
-    allowed = [key for key, kind in kinds.items() if "activation" not in family.fixed or kind.startswith("gelu")]
-    for key in (activation, "hidden_activation"):
-        if there.get(key, allowed[0]) not in allowed:
-            problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
-    if problems:
-        raise ConfigError(*problems)
-    found = _nested({**{field: _value(there, key) for field, key in keys.items()}, **family.fixed})
-    found.setdefault("num_kv_heads", found["num_heads"])
-    there["num_hidden_layers"] = found["num_layers"]
-    if "latent" in found:
-        found["latent"] = LatentConfig(**{"query_rank": None, **found["latent"]})
-    if "mixture" in found:
-        found["mixture"] = mixture_of(found["mixture"], there, download.directory is not None)
-        found["dense_layers"] = dense_of(there)
-    width, heads = None if "latent" in found else there.get("head_dim"), found["num_heads"]
-    if width and width * heads != found["d_model"]:
-        found["head_width"] = width
-    scale = found.get("attention_scale")
-    if scale == (width or found["d_model"] // heads) ** -0.5:
-        del found["attention_scale"]  # the default
-    found = {**patterns_of(there), **found, "family": name, "download": download}
-    if not found.get("max_positions"):
-        found |= rope_of(there, found["global_layers"] is not None)
-    return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
-
-
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the fields of fields, and leave None out.
-
-    >>> _nested({"d_ff": 8, "mixture.top_k": 2, "window": None})
-    {'d_ff': 8, 'mixture': {'top_k': 2}}
-    """
-    found: dict[str, Any] = {}
-    for path, value in fields.items():
-        group, _, name = path.rpartition(".")
-        if value is not None:
-            (found.setdefault(group, {}) if group else found)[name] = value
-    return found
-
-
-def _value(there: Mapping[str, Any], key: Any) -> Any:
-    """Return a field's value; None if config.json does not have it."""
-    key, change = (key, 1) if isinstance(key, str) else key
-    value = there.get(key)
-    if isinstance(change, Mapping):
-        return change.get(value)
-    return value if change == 1 or value is None else value**change

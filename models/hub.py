@@ -15,9 +15,10 @@ import jzero
 from jzero.errors import ConfigError
 
 from . import bert, vit
+from .config_json import decoder_config
 from .decoder import Decoder
 from .downloads import TEXT, Download
-from .families import FAMILIES, decoder_config
+from .families import FAMILIES
 
 # model_type -> (the module, its config's reader)
 MODELS: dict[str, tuple[Any, Any]] = {

@@ -31,7 +31,8 @@ class LatentAttention(nnx.Module):
         self.config = c = config
         assert c.latent is not None
         self.latent = m = c.latent
-        self.scale = c.score_scale
+        stretch = c.rope_scaling.latent_scale if c.rope_scaling else 1
+        self.scale = (c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale) * stretch
         width, init = m.plain + m.rotated, initial(c)
         if m.query_rank:
             self.q_down = linear_of(c, c.d_model, m.query_rank, "q_a_proj", rngs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .decoder_config import DecoderConfig
@@ -12,19 +12,27 @@ CHUNKED = "chunked_attention"
 CHUNK, TUNING = "attention_chunk_size", "attn_temperature_tuning"
 
 
+# The first of these keys that config.json has decides whether layer i has no window; `rope`: which layers have RoPE.
+WITHOUT_WINDOW: tuple[tuple[str, Callable[[Any, int, list[bool]], bool]], ...] = (
+    ("layer_types", lambda kinds, i, rope: kinds[i % len(kinds)] == KINDS[True]),
+    (CHUNK, lambda _, i, rope: not rope[i]),
+    ("sliding_window_pattern", lambda every, i, rope: (i + 1) % every == 0),
+    ("no_rope_layer_interval", lambda _, i, rope: rope[i]),
+    ("max_window_layers", lambda most, i, rope: i < most),
+)
+
+
 def patterns_of(there: Mapping[str, Any]) -> dict[str, Any]:
     """Return window, global_layers, rope_layers and more of a config.json."""
-    chunk = there.get(CHUNK)
-    layers, window = there["num_hidden_layers"], chunk or there.get("sliding_window")
-    if not there.get("use_sliding_window", True):
-        window = None
-    wide = _global(there) if window else [True] * layers
+    layers, chunk, every = range(there["num_hidden_layers"]), there.get(CHUNK), there.get("no_rope_layer_interval")
+    rope = [bool(has) for has in there.get("no_rope_layers") or [not every or (i + 1) % every for i in layers]]
+    window = (chunk or there.get("sliding_window")) if there.get("use_sliding_window", True) else None
+    key, rule = next((row for row in WITHOUT_WINDOW if there.get(row[0])), ("", lambda _, i, rope: False))
+    wide = [not window or rule(there.get(key), i, rope) for i in layers]
     if not there.get("global_layers_have_rope", True):
         rope = [not is_wide for is_wide in wide]
-    else:
-        rope = _has_rope(there)
     if there.get("position_embedding_type", "rope") != "rope":
-        rope = [False] * layers
+        rope = [False for _ in layers]
     found: dict[str, Any] = {"rope_layers": repeated(rope, True)}
     if there.get(TUNING) and not all(rope):
         found["temperature"] = float(there["attn_scale"]), int(there["floor_scale"])
@@ -33,26 +41,6 @@ def patterns_of(there: Mapping[str, Any]) -> dict[str, Any]:
     # Gemma 3 has another base in layers with a window, even if there are no others.
     pattern = repeated(wide, False) or ((False,) if "rope_local_base_freq" in there else None)
     return {"window": window, "global_layers": pattern, "chunked": bool(chunk), **found}
-
-
-def _global(there: Mapping[str, Any]) -> list[bool]:
-    """Return which layers have no window."""
-    layers = there["num_hidden_layers"]
-    if kinds := there.get("layer_types"):
-        return [kind == KINDS[True] for kind in kinds[:layers]]
-    if there.get(CHUNK):
-        return [not has for has in _has_rope(there)]
-    if every := there.get("sliding_window_pattern"):
-        return [(i + 1) % every == 0 for i in range(layers)]
-    if "no_rope_layer_interval" in there:
-        return _has_rope(there)
-    return [i < there.get("max_window_layers", 0) for i in range(layers)]
-
-
-def _has_rope(there: Mapping[str, Any]) -> list[bool]:
-    layers, interval = there["num_hidden_layers"], there.get("no_rope_layer_interval")
-    default = [interval is None or (i + 1) % interval != 0 for i in range(layers)]
-    return [bool(flag) for flag in there.get("no_rope_layers") or default]
 
 
 def repeated(flags: Sequence[bool], plain: bool) -> tuple[bool, ...] | None:
@@ -67,34 +55,30 @@ def repeated(flags: Sequence[bool], plain: bool) -> tuple[bool, ...] | None:
     return tuple(flags[:size])
 
 
-def patterns_json(config: DecoderConfig, absent: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+def patterns_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any]:
     """Return what config.json has of the patterns.
 
     Args:
       absent: the family's values of keys that config.json may lack.
-      there: of the download.
     """
-    c, content = config, dict[str, Any]()
-    layers = range(c.num_layers)
-    wide = c.global_layers or (c.window is None,)
-    if "use_sliding_window" in absent:
-        content["use_sliding_window"] = c.window is not None
-    if CHUNK in absent:
-        content[CHUNK] = c.window
-        content |= dict(zip(("attn_scale", "floor_scale"), c.temperature or (), strict=False))
-        if c.rope_layers:
-            content[TUNING] = c.temperature is not None and (there.get(TUNING) or True)
-    elif c.window is not None or "sliding_window" not in there:  # a window that is not used stays
-        content["sliding_window"] = c.window
-    listed = {"sliding_window_pattern", CHUNK} & {*absent} or "layer_types" in {*there, *absent}
-    if c.global_layers or listed:
-        kinds = {**KINDS, False: CHUNKED} if CHUNK in absent else KINDS
-        content["layer_types"] = [kinds[wide[i % len(wide)]] for i in layers]
+    c, chunked = config, CHUNK in absent
+    wide, rope = (
+        [pattern[i % len(pattern)] for i in range(c.num_layers)]
+        for pattern in (c.global_layers or (c.window is None,), c.rope_layers or (True,))
+    )
+    listed = {"sliding_window_pattern", CHUNK, "layer_types"} & {*absent} or c.global_layers
+    content: dict[str, Any] = {CHUNK if chunked else "sliding_window": c.window}
+    if listed or (c.download and "layer_types" in c.download.config):
+        kinds = {**KINDS, False: CHUNKED} if chunked else KINDS
+        content["layer_types"] = [kinds[is_wide] for is_wide in wide]
     elif c.window is not None and "use_sliding_window" in absent:
         content["max_window_layers"] = 0
-    if "position_embedding_type" in absent:
-        content["position_embedding_type"] = None if c.rope_layers else "rope"
-    if "no_rope_layer_interval" in absent:
-        rope = c.rope_layers or (True,)
-        content["no_rope_layers"] = [int(rope[i % len(rope)]) for i in layers]
-    return content
+    if chunked:
+        content |= dict(zip(("attn_scale", "floor_scale"), c.temperature or (), strict=False))
+        content |= {TUNING: c.temperature is not None} if c.rope_layers else {}
+    family = {
+        "use_sliding_window": c.window is not None,
+        "position_embedding_type": None if c.rope_layers else "rope",
+    }
+    content |= {key: x for key, x in family.items() if key in absent}
+    return content | ({"no_rope_layers": [*map(int, rope)]} if "no_rope_layer_interval" in absent else {})

@@ -77,7 +77,10 @@ class FusedLinear(nnx.LinearGeneral):
         super().__init__(d_in, shape, rngs=rngs, **options)
         self.cut, self.widths, self.scale = cut - len(shape), tuple(widths.items()), lora.scale if lora else 0.0
         other = prod(shape) // shape[cut]
-        _add_adapters(self, d_in, {name: width * other for name, width in self.widths}, lora, rngs)
+        start_a = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # peft's; nnx.LoRA's is wider
+        for name, width in self.widths:
+            if lora and name in lora.target_modules:
+                setattr(self, name, nnx.LoRA(d_in, lora.r, width * other, a_initializer=start_a, rngs=rngs))
         quantize_kernel(self, lora.quantized if lora else None)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
@@ -117,40 +120,15 @@ class FusedLinear(nnx.LinearGeneral):
         if not pairs:
             return y
         a, b = zip(*pairs, strict=True)
-        return y + _low_rank(self, inputs, jnp.concatenate(a, 1), jnp.concatenate(b, 0))
+        # The scale has no pass over the wide result of its own.
+        return y + jnp.tensordot(inputs @ jnp.concatenate(a, 1) * self.scale, jnp.concatenate(b, 0), 1)
 
 
-class LoRALinear(nnx.Linear):
-    """A linear layer with an adapter: that of o_proj is o_proj/lora_a [in, r], o_proj/lora_b [r, out]."""
+class LoRALinear(FusedLinear):
+    """A linear layer of one module with an adapter: that of o_proj is o_proj/lora_a [in, r], o_proj/lora_b [r, out]."""
 
-    def __init__(self, d_in: int, d_out: int, name: str, lora: LoRAConfig, *, rngs: nnx.Rngs, **options: Any):
-        super().__init__(d_in, d_out, rngs=rngs, **options)
-        self.name, self.scale = name, lora.scale
-        _add_adapters(self, d_in, {name: d_out}, lora, rngs)
-        quantize_kernel(self, lora.quantized)
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        if hasattr(self, "kernel"):
-            y = super().__call__(inputs, out_sharding)
-        else:
-            y = quantized_matmul(self, inputs)
-            y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
-        adapter = getattr(self, self.name, None)
-        return y if adapter is None else y + _low_rank(self, inputs, adapter.lora_a[...], adapter.lora_b[...])
-
-
-def _add_adapters(
-    module: nnx.Module, d_in: int, widths: Mapping[str, int], lora: LoRAConfig | None, rngs: nnx.Rngs
-) -> None:
-    start_a = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # peft's; nnx.LoRA's is wider
-    for name, width in widths.items():
-        if lora is not None and name in lora.target_modules:
-            setattr(module, name, nnx.LoRA(d_in, lora.r, width, a_initializer=start_a, rngs=rngs))
-
-
-def _low_rank(module: Any, inputs: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Compute scale * inputs a b, for b [r, ...]; the scale has no pass over the wide result of its own."""
-    return jnp.tensordot(inputs @ a * module.scale, b, 1)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:  # type: ignore[override]
+        return super().__call__(inputs, out_sharding)[0]
 
 
 def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,10 +170,3 @@ def config_json(lora: LoRAConfig) -> dict[str, Any]:
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-
-
-def linear(d_in: int, d_out: int, name: str, lora: LoRAConfig | None, *, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
-    """Make a layer that computes one module, with its adapter if `lora` asks for one."""
-    if lora is None or name not in (MODULES if lora.quantized else lora.target_modules):
-        return nnx.Linear(d_in, d_out, rngs=rngs, **options)
-    return LoRALinear(d_in, d_out, name, lora, rngs=rngs, **options)

@@ -59,10 +59,10 @@ def _groups(there: Mapping[str, Any], experts: int) -> tuple[int, int, int] | No
     return (count, kept, best) if count > 1 else None
 
 
-def mixture_json(family: str, mixture: MixtureConfig, there: Mapping[str, Any]) -> dict[str, Any]:
+def mixture_json(family: str, mixture: MixtureConfig, downloaded: bool) -> dict[str, Any]:
     """Return what config.json has of a mixture; a download's own keys of its balance loss stay."""
     content: dict[str, Any] = {EXPERTS: mixture.num_experts}
-    content |= {} if there else {"router_aux_loss_coef": mixture.balance, "output_router_logits": False}
+    content |= {} if downloaded else {"router_aux_loss_coef": mixture.balance, "output_router_logits": False}
     if family in METHODS:
         groups, methods = mixture.groups or (1, 1, 0), {best: name for name, best in METHODS[family].items()}
         method = methods.get(groups[2], next(iter(METHODS[family])))
@@ -80,14 +80,8 @@ def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in layers if i in (only or ()) or (i + 1) % step or i < (first or 0))
 
 
-def dense_json(dense: tuple[int, ...], layers: int, key: str | None, there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json has of them; a download's own keys stay if they still hold.
-
-    Args:
-      key: of the family.
-    """
-    if there and dense_of(there) == dense:
-        return {key: there[key] for key in DENSE if key in there}
+def dense_json(dense: tuple[int, ...], layers: int, key: str | None) -> dict[str, Any]:
+    """Return what config.json has of them, in the family's key."""
     if key == "mlp_only_layers":
         return {key: list(dense), "decoder_sparse_step": 1}
     if key == "moe_layers":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,48 +22,30 @@ from .rope import RopeScaling
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
-def _llama(layers: int, width: int, heads: int, wide: int, stretch: float | None = None, **more) -> DecoderConfig:
-    scaling = None if stretch is None else RopeScaling("llama3", stretch, 1.0, 4.0, 8192)
-    return DecoderConfig(
-        layers, width, heads, 8, wide, vocab_size=128_256, rope_theta=5e5, norm_eps=1e-5, rope_scaling=scaling, **more
-    )
-
-
-def _qwen3(layers: int, width: int, heads: int, wide: int, **more) -> DecoderConfig:
-    head = None if heads * 128 == width else 128
-    return DecoderConfig(
-        layers, width, heads, 8, wide, vocab_size=151_936, rope_theta=1e6, norm_eps=1e-6, family="qwen3",
-        qk_norm="shared", head_width=head, **more,
-    )  # fmt: skip
-
-
-def _mistral(vocab_size: int, theta: float, window: int | None) -> DecoderConfig:
-    return DecoderConfig(
-        32, 4096, 32, 8, 14336, vocab_size=vocab_size, rope_theta=theta, norm_eps=1e-5, family="mistral", window=window
-    )
-
-
-def _gpt2(layers: int, width: int, heads: int) -> GPT2Config:
-    return GPT2Config(layers, width, heads, 4 * width, pad_vocab_to=128)
-
-
+LLAMA3 = partial(DecoderConfig, vocab_size=128_256)
+LONG, LONGEST = RopeScaling("llama3", 8.0), RopeScaling("llama3", 32.0)
+QWEN3 = partial(
+    DecoderConfig, vocab_size=151_936, rope_theta=1e6, norm_eps=1e-6, family="qwen3", qk_norm="shared", head_width=128
+)
+MISTRAL = partial(DecoderConfig, 32, 4096, 32, 8, 14336, family="mistral")
+GPT_2 = partial(GPT2Config, pad_vocab_to=128)
 SHAPES: dict[str, Any] = {
     # Published decoders, with the shapes of their config.json.
-    "llama3-8b": _llama(32, 4096, 32, 14336),
-    "llama3-70b": _llama(80, 8192, 64, 28672),
-    "llama3.1-8b": _llama(32, 4096, 32, 14336, 8.0),
-    "llama3.1-70b": _llama(80, 8192, 64, 28672, 8.0),
-    "llama3.1-405b": _llama(126, 16384, 128, 53248, 8.0),
-    "llama3.2-1b": _llama(16, 2048, 32, 8192, 32.0, tied=True),
-    "llama3.2-3b": _llama(28, 3072, 24, 8192, 32.0, tied=True),
-    "mistral-7b": _mistral(32_768, 1e6, None),  # version 0.3
-    "mistral-7b-v0.1": _mistral(32_000, 1e4, 4096),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+    "llama3-8b": LLAMA3(32, 4096, 32, 8, 14336),
+    "llama3-70b": LLAMA3(80, 8192, 64, 8, 28672),
+    "llama3.1-8b": LLAMA3(32, 4096, 32, 8, 14336, rope_scaling=LONG),
+    "llama3.1-70b": LLAMA3(80, 8192, 64, 8, 28672, rope_scaling=LONG),
+    "llama3.1-405b": LLAMA3(126, 16384, 128, 8, 53248, rope_scaling=LONG),
+    "llama3.2-1b": LLAMA3(16, 2048, 32, 8, 8192, rope_scaling=LONGEST, tied=True),
+    "llama3.2-3b": LLAMA3(28, 3072, 24, 8, 8192, rope_scaling=LONGEST, tied=True),
+    "mistral-7b": MISTRAL(vocab_size=32_768, rope_theta=1e6),  # version 0.3
+    "mistral-7b-v0.1": MISTRAL(rope_theta=1e4, window=4096),
+    "qwen3-0.6b": QWEN3(28, 1024, 16, 8, 3072, tied=True),
+    "qwen3-1.7b": QWEN3(28, 2048, 16, 8, 6144, tied=True, head_width=None),
+    "qwen3-4b": QWEN3(36, 2560, 32, 8, 9728, tied=True),
+    "qwen3-8b": QWEN3(36, 4096, 32, 8, 12288, head_width=None),
+    "qwen3-14b": QWEN3(40, 5120, 40, 8, 17408, head_width=None),
+    "qwen3-32b": QWEN3(64, 5120, 64, 8, 25600),
     # Mixtral (Jiang et al., arXiv:2401.04088) and Qwen3-MoE (Yang et al., arXiv:2505.09388).
     "moe:mixtral-8x7b": DecoderConfig(
         32, 4096, 32, 8, 14336, rope_theta=1e6, family="mixtral", mixture=MixtureConfig(8, 2, 14336)
@@ -72,10 +55,10 @@ SHAPES: dict[str, Any] = {
         qk_norm="shared", mixture=MixtureConfig(128, 8, 768),
     ),
     # GPT-2 (Radford et al., 2019), with a vocabulary that matmuls like.
-    "gpt2:small": _gpt2(12, 768, 12),
-    "gpt2:medium": _gpt2(24, 1024, 16),
-    "gpt2:large": _gpt2(36, 1280, 20),
-    "gpt2:xl": _gpt2(48, 1600, 25),
+    "gpt2:small": GPT_2(12, 768, 12, 3072),
+    "gpt2:medium": GPT_2(24, 1024, 16, 4096),
+    "gpt2:large": GPT_2(36, 1280, 20, 5120),
+    "gpt2:xl": GPT_2(48, 1600, 25, 6400),
     # Sizes of Llama with a small vocabulary, for benchmarks and tests.
     **{f"llama:{name}": shape for name, shape in llama.PRESETS.items()},
 }  # fmt: skip

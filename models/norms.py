@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from .decoder_config import DecoderConfig
 
 
+def unit_rms(x: jax.Array, epsilon: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """Divide vectors by the roots of their mean squares over the axes, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt((wide**2).mean(axes, keepdims=True) + epsilon)
+
+
 class OffsetRMSNorm(nnx.Module):
     """RMSNorm whose parameter is the scale minus one, as in Gemma."""
 
@@ -19,14 +25,7 @@ class OffsetRMSNorm(nnx.Module):
         self.epsilon, self.scale = epsilon, nnx.Param(jnp.zeros(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = unit_rms(x, self.epsilon)
-        return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
-
-
-def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """Divide vectors [..., C] by the roots of their mean squares, in float32."""
-    wide = x.astype(jnp.float32)
-    return wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + epsilon)
+        return (unit_rms(x, self.epsilon) * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class HeadsNorm(nnx.Module):
@@ -45,8 +44,7 @@ class HeadsNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         if self.centered:
             wide = wide - wide.mean(self.axes, keepdims=True)
-        wide = wide * jax.lax.rsqrt((wide**2).mean(self.axes, keepdims=True) + self.epsilon)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return (unit_rms(wide, self.epsilon, self.axes) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def make_norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:

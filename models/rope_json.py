@@ -71,7 +71,7 @@ def _scaling(rope: Mapping[str, Any], there: Mapping[str, Any]) -> RopeScaling |
 
 
 def rope_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json has of RoPE; a download's own entries stay if they still hold.
+    """Return what config.json has of RoPE.
 
     Args:
       absent: the family's values of keys that config.json may lack.
@@ -93,11 +93,6 @@ def rope_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any
         near = c.local_theta or c.rope_theta
         content["rope_parameters"] = {"full_attention": rope, "sliding_attention": _parameters(near, None)}
         content |= {"rope_local_base_freq": near} if absent["rope_local_base_freq"] else {}
-    if c.download:
-        there = {**absent, "rope_scaling": None, **c.download.config}  # a family's own goes back as numbers
-        same = rope_of({"rope_theta": 10_000.0, **there}, c.local_theta is not None)
-        if all(getattr(c, key) == value for key, value in same.items()):
-            content |= {key: there[key] for key in ("rope_parameters", "rope_scaling") if there.get(key)}
     return content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,49 +38,40 @@ class Transformer(nnx.Module):
 
         Key-value heads are divided together with their queries, gate together with up.
         """
-        c = self.block
-        heads = 1 if c.by_part else 0  # among the dimensions of the outputs
-        table = {"qkv/kernel": heads + 1, "qkv/bias": heads, "attention/out/kernel": 0}
-        if c.latent:
-            table = {"attention/(q|kv)_up/kernel": 1, "attention/out/kernel": 0}
-        if c.mixture:
-            table |= {"mlp/gate_up$": 3, "mlp/down$": 1}
-            table |= {"mlp/gate_up_bias": 2} if c.mixture.biases else {}
-            table |= {"mlp/shared_gate_up": 2, "mlp/shared_down": 0} if c.mixture.shared else {}
-        if c.gated and (c.dense_layers or not c.mixture):
-            table |= {"gate_up/kernel": 2, "gate_up/bias": 1, "mlp/down/kernel": 0}
-        elif not c.gated:
-            table |= {"mlp/up/kernel": 1, "mlp/up/bias": 0, "mlp/down/kernel": 0}
-        table |= {"attention/sinks": 0} if c.sinks else {}
+        c, heads = self.block, int(self.block.by_part)  # heads: their dimension among those of the outputs
+        table = {
+            "qkv/kernel": heads + 1, "qkv/bias": heads, "attention/(q|kv)_up/kernel": 1, "attention/out/kernel": 0,
+            "attention/sinks": 0, "mlp/gate_up$": 3, "mlp/gate_up_bias": 2, "mlp/down$": 1, "mlp/shared_gate_up": 2,
+            "mlp/shared_down": 0, "gate_up/kernel": 2, "gate_up/bias": 1, "mlp/up/kernel": 1, "mlp/up/bias": 0,
+            "mlp/down/kernel": 0, "(o|down)_proj/lora_a": 0, "(q|k|v|gate|up)_proj/lora_b": 1,
+        }  # fmt: skip
         table |= {"attention/[qk]_norm/scale": 0} if c.qk_norm in ("each", "all") else {}
-        without = [name for name, has in (("qkv/bias", c.qkv_bias), ("mlp/up/bias", c.mlp_bias)) if not has]
-        without += [] if c.mlp_bias else ["gate_up/bias"]
-        table = {name: dim for name, dim in table.items() if name not in without}
-        for name in c.lora.target_modules if c.lora else ():
-            table |= {f"{name}/lora_a": 0} if name in ("o_proj", "down_proj") else {f"{name}/lora_b": 1}
+        # The codes of a quantised matrix have no row, so that `tensor` refuses them as it does other unknown names.
+        names = "\n".join(self.shapes).replace("/codes", "/kernel")
+        table = {name: dim for name, dim in table.items() if re.search(name, names, re.MULTILINE)}
         experts = {"expert": {"mlp/(gate_up|gate_up_bias|down)$": 0}} if c.mixture else {}
         return {"tensor": table | self.vocabulary} | experts
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters by the names of their leaves; those of the stack have a layer axis."""
+        flat = nnx.to_flat_state(nnx.state(self, nnx.Param))
+        names = {"/".join(map(str, path)): x.shape for path, x in flat}
+        return {name if name.startswith("stack/") else f"ends/{name}": shape for name, shape in names.items()}
+
+    @property
     def fused_matrices(self) -> dict[str, tuple]:
         """The cuts of the parameters that contain several matrices, see `jzero.model`."""
-        if self.block.lora and self.block.lora.quantized:
-            return {}  # frozen, so no optimizer sees them
-        cuts = dict[str, tuple]()
-        for path, numbers in self.block.layer_paths.items():
-            c = self.block.of_layer(numbers[0])
-            if m := c.latent:
-                cuts[f"{path}/attention/kv_down/kernel"] = 1, (m.rank, m.rotated)
-                cuts[f"{path}/attention/kv_up/kernel"] = 2, (m.plain, m.value)
-            else:
-                cuts[f"{path}/attention/qkv/kernel"] = (1, (1, 1, 1)) if c.by_part else (2, (c.num_groups, 1, 1))
-            if c.mixture:
-                cuts[f"{path}/mlp/gate_up"] = 2, (1, 1), 1
-            elif c.gated:
-                cuts[f"{path}/mlp/gate_up/kernel"] = 1, (1, 1)
-            if c.mixture and c.mixture.shared:
-                cuts[f"{path}/mlp/shared_gate_up"] = 1, (1, 1)
-        return cuts
+        c, m = self.block, self.block.latent
+        cuts: dict[str, tuple] = {
+            "attention/qkv/kernel": (1, (1, 1, 1)) if c.by_part else (2, (c.num_groups, 1, 1)),
+            "mlp/gate_up": (2, (1, 1), 1),
+            "mlp/gate_up/kernel": (1, (1, 1)),
+            "mlp/shared_gate_up": (1, (1, 1)),
+        }
+        if m:
+            cuts |= {"kv_down/kernel": (1, (m.rank, m.rotated)), "kv_up/kernel": (2, (m.plain, m.value))}
+        return {name: cut for name in self.shapes for end, cut in cuts.items() if name.endswith(f"/{end}")}
 
 
 def stacked(group: Sequence[DecoderConfig], length: int, rngs: nnx.Rngs) -> Block | LayerGroup:

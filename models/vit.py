@@ -21,7 +21,7 @@ from jzero.loss import Mean
 from .downloads import Download
 from .encoder import Encoder, EncoderConfig, linear
 from .norms import make_norm
-from .tensor_names import layer_rows, linear_rows, norm_rows
+from .tensor_names import layer_rows, module_rows
 from .transformer import stacked
 
 NAMES = {
@@ -132,7 +132,7 @@ class ViT(Encoder):
 
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `ViTForImageClassification`."""
-        c, tables = self.config, "vit.embeddings."
+        c, tables, shapes = self.config, "vit.embeddings.", self.shapes
         patch = tables + "patch_embeddings.projection"
         kernel = [c.d_model, c.num_channels, c.patch_size, c.patch_size]  # of torch's convolution
         labels = c.download.config.get("id2label") if c.download else None
@@ -142,8 +142,8 @@ class ViT(Encoder):
             {"name": tables + "position_embeddings", "leaf": "ends/positions"},
             {"name": patch + ".weight", "leaf": "ends/patches/kernel", "transposed": True, "reshape": kernel},
             {"name": patch + ".bias", "leaf": "ends/patches/bias"},
-            *layer_rows(c.block, NAMES),
-            *norm_rows("vit.layernorm", "ends/norm"),
-            *linear_rows("classifier", "ends/head"),
+            *layer_rows(c.block, NAMES, shapes),
+            *module_rows("vit.layernorm", "ends/norm", shapes),
+            *module_rows("classifier", "ends/head", shapes),
         ]
         return c.weights_layout(rows, download=c.download and c.download.table(without=others))
