@@ -88,8 +88,12 @@ def test_a_product_by_known_scales(order):
         q = quantize_weight(w, (), jnp.bfloat16, E5M2, scales)
         return fp8_dot_general(x, q.used(q.x8, place, seen), form, jnp.bfloat16, {})
 
-    y, pull = jax.vjp(run, x, jnp.zeros_like(w), zero_counts())
-    dx, dw, counts = pull(g)
+    @jax.jit
+    def both(g, *args):
+        y, pull = jax.vjp(run, *args)
+        return y, *pull(g)
+
+    y, dx, dw, counts = both(g, x, jnp.zeros_like(w), zero_counts())
 
     def rounded(v, scale, dtype):
         most = float(jnp.finfo(dtype).max)
@@ -124,13 +128,7 @@ def prepared(step, bounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "bounds",
-    [
-        pytest.param((0.5, 2.0**-10, 0.125), id="clipped", marks=pytest.mark.slow),
-        pytest.param((2.0**4, 2.0**-6, 2.0), id="with room"),
-    ],
-)
+@pytest.mark.parametrize("bounds", [(0.5, 2.0**-10, 0.125), (2.0**4, 2.0**-6, 2.0)], ids=["clipped", "with room"])
 def test_a_step_by_known_scales(bounds):
     """The first bounds are below the maxima, so that much is clipped; plain JAX rounds by the same scales."""
     step = make_step("llama", precision=DELAYED)
@@ -158,7 +156,7 @@ def noted():
 LAYOUTS = [
     {},
     {"unroll": False, "remat": "full", "accum": 2},
-    {"zero": 4, "data": 2, "stage": 2, "accum": 2},
+    {"zero": 4, "data": 2, "stage": 2, "accum": 2, "unroll": False},
     {"zero": 8, "stage": 3},
     {"zero": 2, "pipe": 2, "stage": 2, "accum": 4},
     {"zero": 2, "pipe": 2, "stage": 1, "accum": 4, "pipeline": {"schedule": "zero_bubble"}},
@@ -224,10 +222,11 @@ def test_losses_are_beside_those_of_current_scales():
     np.testing.assert_allclose(losses, reference("llama")[0][:, 0], rtol=3e-4)
 
 
-@pytest.mark.parametrize("name", keep(["attention/out", "mlp/down"], ["mlp/down"]))
+@pytest.mark.parametrize("name", some(["attention/out", "mlp/down"], ["mlp/down"]))  # by default with current scales
 def test_a_step_with_an_infinite_weight_is_skipped(name):
     """Clipped by a known scale it would look like any other number; the history stays as it was."""
-    step, (module, part) = make_step("llama", precision=DELAYED, zero=2, stage=2), name.split("/")
+    step = make_step("llama", precision=DELAYED, zero=2, stage=2, unroll=False)
+    module, part = name.split("/")
     params = jax.tree.map(np.copy, initial("llama"))
     params["stack"][module][part]["kernel"].flat[5] = np.inf
     before = step.init(jax.random.key(0), params)
@@ -346,15 +345,11 @@ def test_only_the_history_of_another_choice_starts_at_zero(tmp_path, capsys):
 def test_other_weights_end_a_history(tmp_path, capsys):
     """Read without the rest of a checkpoint, they may be far larger than those of this run."""
     one = engine()
-    one.train_batch(BATCHES[0])
+    one.state = dataclasses.replace(one.state, fp8=jax.tree.map(lambda x: x + 1, one.state.fp8))
     one.save_checkpoint(tmp_path).wait()
-    assert all(x.any() for x in histories(one).values())
     one.load_checkpoint(tmp_path, load_module_only=True)
     assert not any(x.any() for x in histories(one).values())
     assert "fp8 histories start at zero (only the weights are read): " in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- the rest
 
 
 @pytest.mark.parametrize("fp8_format", some(["hybrid", "e4m3"], ["e4m3"]))
@@ -387,12 +382,18 @@ def test_frozen_weights_have_current_scales():
     frozen = {**DELAYED, "frozen_parameters": ["mlp/"]}
     excluded = {**frozen, "fp8": {**DELAYED["fp8"], "exclude": ["mlp/down"]}}  # names a frozen one
     assert make_step("llama", precision=excluded).state_shapes.fp8.keys() == {n for n in KERNELS if "attention" in n}
-    step = make_step("llama", precision=frozen)
+    step = make_step("llama", precision=frozen, unroll=False)
     assert step.state_shapes.fp8.keys() == {name for name in KERNELS if "attention" in name}
+    step.trace(batches("llama")[0])
+    text = re.sub(r"\s+", " ", report(step))
+    assert "(format hybrid, delayed scales, by 4 steps)" in text
+    assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text
+
+
+@pytest.mark.slow
+def test_a_step_with_frozen_weights():
+    step = make_step("llama", precision={**DELAYED, "frozen_parameters": ["mlp/"]})
     state, metrics = step(step.init(jax.random.key(0), initial("llama")), batches("llama")[0])
     assert all(np.asarray(x)[:, :, 0].all() for x in state.fp8.values())
     # the frozen half is rounded to bfloat16 before it is to fp8; fp8 and bf16 differ by up to 1e-3, as tested elsewhere
     assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)
-    text = re.sub(r"\s+", " ", report(step))
-    assert "(format hybrid, delayed scales, by 4 steps)" in text
-    assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text

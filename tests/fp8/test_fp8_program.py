@@ -60,7 +60,8 @@ def agreed_maxima(text):
     return [int(size) for size, region in reduced if region in maximum]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_three_products_of_each_weight_and_one_byte_gathered(stage):
     step, program = compiled(stage=stage)
     found, of_stack = products_by_target(program.as_text())

@@ -42,13 +42,17 @@ def exact(logits, labels, size, g):
     return highest[..., 0], log_total[..., 0], picked, dx
 
 
+BY_ROWS = jax.jit(softmax.row_sums), jax.jit(softmax.row_gradient)
+IN_TILES = jax.jit(lambda *args: tuple(softmax.tiled_sums(*args))), jax.jit(lambda *a: softmax.tiled_gradient(*a)[0])
+
+
 def by_kernels(monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
-    return lambda *args: tuple(softmax.tiled_sums(*args)), lambda *args: softmax.tiled_gradient(*args)[0]
+    return IN_TILES
 
 
 def check(functions, logits, labels, size, g):
-    sums, gradient = map(jax.jit, functions)  # operation by operation each shape and dtype is many programs
+    sums, gradient = functions
     size = jnp.int32(size)
     highest, total, picked = sums(logits, labels, size)
     expected_highest, log_total, expected_picked, expected = exact(logits, labels, int(size), g)
@@ -75,7 +79,7 @@ SHAPES = [((3, 1), 1), ((5, 7), 7), ((2, 3, 8), 5), ((7, 1000), 999), ((2, 4104)
 )
 def test_against_float64(shape, size, dtype, monkeypatch):
     given = rows(*shape, dtype=dtype)
-    check((softmax.row_sums, softmax.row_gradient), *given[:2], size, given[2])
+    check(BY_ROWS, *given[:2], size, given[2])
     check(by_kernels(monkeypatch), *given[:2], size, given[2])
 
 
@@ -85,8 +89,7 @@ def test_rows_that_are_not_finite_stay_alone(bad, width, monkeypatch):
     """A NaN or +inf makes its own row NaN; -inf is a logit with probability 0, also at the start of a row."""
     logits, labels, g = rows(4, width, dtype=jnp.bfloat16)
     logits, size = logits.at[1, : max(1, width - 100)].set(bad), jnp.int32(width)
-    for functions in [(softmax.row_sums, softmax.row_gradient), by_kernels(monkeypatch)]:
-        sums, gradient = map(jax.jit, functions)
+    for sums, gradient in (BY_ROWS, by_kernels(monkeypatch)):
         highest, total, _ = sums(logits, labels, size)
         dx = gradient(logits, labels, size, highest, jnp.log(total), g)
         whole = [0, 1, 2, 3] if bad == -np.inf else [0, 2, 3]
@@ -103,7 +106,7 @@ def test_a_row_far_from_zero(offset, width, monkeypatch):
     """Only differences of logits count; a sum of maximum and logarithm would be rounded as numbers of its size are."""
     logits, labels, g = rows(4, width, dtype=jnp.float32)
     logits = logits + jnp.float32(offset)
-    check((softmax.row_sums, softmax.row_gradient), logits, labels, width - 1, g)
+    check(BY_ROWS, logits, labels, width - 1, g)
     check(by_kernels(monkeypatch), logits, labels, width - 1, g)
     highest, log_total, picked, dx = exact(logits, labels, width, g)
     losses, pull = jax.vjp(jax.jit(softmax.row_losses), logits, labels)
@@ -118,7 +121,7 @@ def test_a_row_of_which_every_logit_is_masked(width, monkeypatch):
     _, labels, g = rows(4, width, dtype=jnp.float32)
     for dtype in (jnp.float32, jnp.bfloat16):
         logits = jnp.full((4, width), jnp.finfo(dtype).min, dtype)
-        check((softmax.row_sums, softmax.row_gradient), logits, labels, width, g)
+        check(BY_ROWS, logits, labels, width, g)
         check(by_kernels(monkeypatch), logits, labels, width, g)
         losses = jax.jit(softmax.row_losses)(logits, labels)
         np.testing.assert_allclose(losses[1:], np.log(width), rtol=1e-6)

@@ -179,9 +179,9 @@ def triton_kernels(x, w, sizes, dy):
 
 
 def test_hopper_forward():
-    x, w, sizes, dy = operands(432, 128, 256, [130, 0, 101], jnp.bfloat16)
+    x, w, sizes, dy = operands(432, 64, 128, [130, 0, 101], jnp.bfloat16)
     with interpreter():
-        y = grouped_hopper.grouped(x, w, sizes, transposed=False, cores=2)
+        y = jax.jit(lambda *args: grouped_hopper.grouped(*args, transposed=False, cores=2))(x, w, sizes)
     assert difference(y, loop(x, w, sizes, dy)[0]) < bound(jnp.bfloat16)
 
 
@@ -203,7 +203,7 @@ def test_hopper_kernels(rows, d, f, sizes):
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     values = operands(rows, d, f, sizes, dtype)
-    for found, wanted in zip(triton_kernels(*values), loop(*values), strict=True):
+    for found, wanted in zip(jax.jit(triton_kernels)(*values), loop(*values), strict=True):
         assert difference(found, wanted) < bound(dtype)
 
 
@@ -241,7 +241,7 @@ def kernels(program):
     [
         ("h100", 1024, 256, 512, jnp.bfloat16, {"mosaic_gpu_v2": 4}),
         pytest.param("h100", 1024, 256, 512, jnp.float32, {"__gpu$xla.gpu.triton": 4}, marks=pytest.mark.slow),
-        ("h100", 1020, 200, 300, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}),
+        pytest.param("h100", 1020, 200, 300, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}, marks=pytest.mark.slow),
         pytest.param("a100", 1024, 256, 512, jnp.bfloat16, {"__gpu$xla.gpu.triton": 4}, marks=pytest.mark.slow),
     ],
 )

@@ -1,7 +1,7 @@
 """Moments in bfloat16, rounded at random: against NumPy's neighbours, over every layout, and in training."""
 
 import dataclasses
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,9 @@ def step_of(stage, kind="AdamW", devices=None, bf16=None, **optimizer):
     return jzero.make_train_step(model(), config, mesh=mesh)
 
 
+shared_step = lru_cache(step_of)
+
+
 def train(step, steps):
     state, losses = step.init(jax.random.key(0)), []
     for _ in range(steps):
@@ -151,7 +154,7 @@ def test_moments_are_bfloat16_and_a_step_again_rounds_the_same(kind):
 
 
 def test_the_first_moments_are_neighbours_of_the_exact_ones():
-    exact, low = (train(step_of(3, **given), 1)[0] for given in ({}, {"state_dtype": "bf16"}))
+    exact, low = (train(shared_step(3, **given), 1)[0] for given in ({}, {"state_dtype": "bf16"}))
     up = nearest = 0
     for a, b in zip(moments(exact), moments(low), strict=True):
         a, b = np.asarray(a), np.asarray(b, np.float64)
@@ -166,13 +169,13 @@ def test_the_first_moments_are_neighbours_of_the_exact_ones():
 
 def test_the_stages_round_alike():
     """But for elements whose gradients, summed in another order, lie on two sides of what the bits decide."""
-    first, other = (train(step_of(stage, state_dtype="bf16"), 2)[0] for stage in (1, 3))
+    first, other = (train(shared_step(stage, state_dtype="bf16"), 2)[0] for stage in (1, 3))
     same = [np.mean(np.asarray(a == b)) for a, b in zip(moments(first), moments(other), strict=True)]
     assert np.mean(same) > 0.99
 
 
 def test_each_step_rounds_anew():
-    step = step_of(1, state_dtype="bf16")
+    step = shared_step(1, state_dtype="bf16")
     state = step.init(jax.random.key(0))
     first, _ = step(jax.tree.map(jnp.copy, state), BATCH)
     later, _ = step(dataclasses.replace(state, step=state.step + 1), BATCH)  # the same gradients
@@ -203,7 +206,7 @@ def test_two_dtypes_of_moments_are_refused():
 
 
 def test_training_is_as_with_float32_moments():
-    (_, exact), (_, low) = (train(step_of(2, **given), 60) for given in ({}, {"state_dtype": "bf16"}))
+    (_, exact), (_, low) = (train(shared_step(3, **given), 60) for given in ({}, {"state_dtype": "bf16"}))
     assert exact[-1] < 0.5 * exact[0]
     assert low != exact
     assert np.mean(low[-10:]) == pytest.approx(np.mean(exact[-10:]), rel=0.05)
@@ -212,6 +215,7 @@ def test_training_is_as_with_float32_moments():
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.slow
 def test_rounding_moves_nothing_and_the_state_is_smaller():
     shapes = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in BATCH.items()}
     moved, sizes = [], []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import mixture_models, tensor_models
 from helpers.oracle import largest_error
-from helpers.sampling import keep, some
+from helpers.sampling import some
 
 EPSILON = {"fp16": float(jnp.finfo(jnp.float16).eps), "bf16": float(jnp.finfo(jnp.bfloat16).eps)}
 # Far too large for fp16, whose largest number is 65,504.
@@ -24,7 +24,7 @@ EXPERT = [
     (None, {"pipe": 2, "expert": 2, "stage": 2, "accum": 2}),
 ]
 TENSOR = [
-    ("nnx", {"tensor": 2}),
+    ("nnx", {"tensor": 2, "unroll": False}),
     ("llama", {"tensor": 2, "zero": 2, "stage": 3}),
     ("llama", {"tensor": 2, "context": 2, "stage": 2, "remat": "full"}),
     ("llama", {"pipe": 2, "tensor": 2, "stage": 1, "accum": 2}),
@@ -34,7 +34,7 @@ EXPERT_CASES, TENSOR_CASES = ([(p, *case) for p in SECTIONS for case in cases] f
 
 @pytest.mark.parametrize(
     ("precision", "model", "layout"),
-    [*some(EXPERT_CASES, EXPERT_CASES[:1]), *keep(TENSOR_CASES, TENSOR_CASES[4:5])],
+    [*some(EXPERT_CASES, EXPERT_CASES[:1]), *some(TENSOR_CASES, TENSOR_CASES[4:5])],
     ids=str,
 )
 def test_half_precision(precision, model, layout):

@@ -88,12 +88,15 @@ def test_shapes_of_pytorch(name, spec, dim):
     assert divided_by_tensor(step) == {f"{name}/kernel": dim}
 
 
+@pytest.mark.slow
 def test_training_is_that_of_one_device():
-    """The report names the table that was made of the specs."""
     step = make_step("nnx", [COLUMN, ROW, {"patterns": [r"ends\.embed"], "partition_type": "row"}])
     seen, _ = train(step, initial("nnx"), batches())
     np.testing.assert_allclose(seen[:, 0], reference("nnx").losses, rtol=1e-6)
-    text = " ".join(jzero.report(step).split())
+
+
+def test_the_report_names_the_table_that_was_made_of_the_specs():
+    text = " ".join(jzero.report(make_step("nnx", [COLUMN, ROW])).split())
     assert 'tensor_parallel.partition_config, as dimensions: {"^stack/up/kernel$": 1' in text
 
 

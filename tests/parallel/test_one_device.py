@@ -65,6 +65,7 @@ TILED = [  # beside the plain model without tiles
     {"context": 2, "tensor": 2, "stage": 2, "unroll": False, "remat": "matmuls"},
     {"context": 2, "pipe": 2, "tensor": 2, "accum": 4, "stage": 1, "more": schedule("zero_bubble")},
     {"pipe": 2, "zero": 2, "accum": 4, "stage": 1},
+    {"context": 2, "pipe": 2, "tensor": 2, "accum": 2, "stage": 1},
 ]
 MEMORY = [
     ("llama", {**ALL, "unroll": False, "more": BOTH}),
@@ -75,6 +76,7 @@ MEMORY = [
         "tensor": 2, "zero": 4, "stage": 3, "unroll": False,
         "more": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     }),
+    ("llama", {**ALL, "accum": 2, "unroll": False, "more": {**BOTH, **REGATHER}}),
 ]  # fmt: skip
 PIPELINES = [
     ("nnx", "1f1b", {"tensor": 2}),
@@ -97,7 +99,7 @@ STAGED = [
 REGATHERED = [(name, {**layout, "more": REGATHER}) for name, layout in REGATHERED]
 TILED = [("tiled", {"oracle": "llama", **layout}) for layout in TILED]
 ROWS = [*TENSOR, *CONTEXT, *REGATHERED, *TILED, *MEMORY]
-DEFAULT = [REGATHERED[0], TILED[5], MEMORY[0]]  # with "clipped" below they have all of TENSOR's and CONTEXT's settings
+DEFAULT = [TILED[-1], MEMORY[-1]]  # with "clipped" below they have all of TENSOR's and CONTEXT's settings
 
 
 def name_of(value):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import tensor_models
-from helpers.sampling import keep
+from helpers.sampling import some
 from helpers.tensor_models import BATCH, PACKED, SEQUENCE, Llama, make_step
 
 LAYERS, ROWS, LENGTH, WIDTH = 4, 16, 128, 128
@@ -29,7 +29,7 @@ def compiled(monkeypatch, regather, **layout):
     return gathers, products, program.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("layout", keep([{}, {"zero": 2, "stage": 3}], [{"zero": 2, "stage": 3}]), ids=str)
+@pytest.mark.parametrize("layout", some([{}, {"zero": 2, "stage": 3}], [{}]), ids=str)
 def test_two_gathers_a_layer_for_two_inputs_kept(monkeypatch, layout):
     """In a scanned layer, whose program is written once: [rows, length, width] in float32 twice.
 
@@ -44,5 +44,5 @@ def test_two_gathers_a_layer_for_two_inputs_kept(monkeypatch, layout):
 
 
 def test_without_the_axis_it_changes_nothing():
-    texts = [lowered("nnx", BATCH, SEQUENCE, regather, zero=2, stage=3).as_text() for regather in (False, True)]
+    texts = [lowered("nnx", BATCH, SEQUENCE, regather, zero=2, unroll=False).as_text() for regather in (False, True)]
     assert texts[0] == texts[1]

@@ -75,12 +75,12 @@ def test_micro_batches_and_a_second_forward_pass():
     assert {key for key in layer if key not in first} == {("recomputed", "reduce-scatter", "stack/down", FEED_FORWARD)}
 
 
-def test_the_report_after_a_step():
-    step = make_step("nnx", tensor=2, zero=2, stage=2)
+def test_the_report_after_the_first_trace():
+    step = make_step("nnx", tensor=2, zero=2, stage=2, unroll=False)
     before = jzero.report(step)
     assert "Moved over" not in before
     assert "stage 2: parameters gathered once a step" in before
-    step(step.init(jax.random.key(0), initial("nnx")), batches()[0])
+    step.prepare([batches()[0]])
     section = re.search(r"Moved over tensor in a step, per device\n(.*?)(\n\n|\Z)", jzero.report(step), re.S)[1]
     rows = [re.split(r"\s{2,}", line.strip()) for line in section.splitlines()]
     row = ["all-gather", "tensor", "8.00 KiB", "2", "16.0 KiB", "forward", "stack/up", FEED_FORWARD]
@@ -125,7 +125,7 @@ class Incomplete:
 
 def test_what_ran_on_whole_arrays_and_stage_1_without_zero():
     step = make_step(Incomplete(), tensor=2, stage=1)
-    step(step.init(jax.random.key(0)), {"x": np.ones((BATCH, 8), np.float32)})
+    step.prepare([{"x": np.ones((BATCH, 8), np.float32)}])
     text = jzero.report(step)
     assert "every parameter is replicated" not in text
     assert "stage 1, but mesh.zero = 1" in text
@@ -156,7 +156,7 @@ def test_what_ran_on_whole_arrays_in_a_backward_pass_alone():
 
 def test_a_sequence_that_the_axes_do_not_divide():
     """Of 8 tokens both axes take their part, of 6 context alone, of 7 none."""
-    step = make_step("nnx", tensor=2, context=2)
+    step = make_step("nnx", tensor=2, context=2, unroll=False)
     assert "does not divide" not in report_of(step, batches()[0])
     text = report_of(step, {name: x[:, :7] for name, x in batches()[0].items()})
     for axis in ("context", "tensor"):
@@ -218,7 +218,7 @@ def test_keys_that_change_nothing_are_named():
 
 
 def test_a_model_that_reads_what_is_passed_beside_the_batch():
-    step = make_step(jzero.from_flax(Scaled), tensor=2, dimensions=DIMENSIONS["nnx"])
+    step = make_step(jzero.from_flax(Scaled), tensor=2, dimensions=DIMENSIONS["nnx"], unroll=False)
     text = report_of(step, {name: x[:, :7] for name, x in batches()[0].items()}, {"scale": jnp.float32(2)})
     assert "mesh.tensor = 2 does not divide the sequence of 7" in text
 
@@ -237,18 +237,18 @@ def report_of(step, batch, extra=None):
 
 def test_attention_without_cudnn_gathers_over_context():
     """The price is that of the trace: a layer's queries [16, 8, 4, 8] whole, in float32, of two layers."""
-    text = report_of(make_step("llama", context=2), batches()[0])
+    text = report_of(make_step("llama", context=2, unroll=False), batches()[0])
     price = BATCH * 8 * 4 * 8 * 4 * 2
     assert text.count("XLA's own attention") == 1
     assert re.search(rf"XLA's own attention at attention.py:\d+ gathers .* over context, {price // 1024}.0 KiB a", text)
-    assert "XLA's own attention" not in report_of(make_step("llama", tensor=2), batches()[0])
+    assert "XLA's own attention" not in report_of(make_step("llama", tensor=2, unroll=False), batches()[0])
 
 
 def test_tiles_that_the_axes_do_not_divide():
     """Of a sequence of 8, two tiles of 4 fit context 2 x tensor 2, and three axes of 8 devices only one tile."""
-    fits = report_of(make_step("tiled", context=2, tensor=2), batches()[0])
+    fits = report_of(make_step("tiled", context=2, tensor=2, unroll=False), batches()[0])
     assert "tiles of the sequence" not in fits
-    text = report_of(make_step("tiled", context=4, tensor=2), batches()[0])
+    text = report_of(make_step("tiled", context=4, tensor=2, unroll=False), batches()[0])
     found = re.search(
         r"2 tiles of the sequence of 8 at decoder\w*.py:\d+(, decoder\w*.py:\d+)?: (.*?); fix: (.*?)( -|$)", text
     )

@@ -22,7 +22,7 @@ from helpers.pipelines import (
     run,
     unpipelined,
 )
-from helpers.sampling import assert_pairs, keep, sample, some
+from helpers.sampling import assert_pairs, keep, some
 from jax import lax
 
 from models.llama import Llama
@@ -48,7 +48,6 @@ LAYOUTS = list(layouts())
 
 
 def settings(case):
-    """The default run has each value of each of these."""
     size = {1: "S", 2: "2S"}.get(case.micro / case.stages, "other")
     return (case.schedule, case.chunks), case.stages, size, (case.stage, case.gather), case.tied
 
@@ -62,7 +61,7 @@ def of_case(kind, case):
     return model(kind, case.layers, **{"tied": True} if case.tied else {})
 
 
-@named(sample(LAYOUTS, settings, strength=1))
+@named(keep(LAYOUTS, LAYOUTS[22:23]))  # of each other schedule there is a test below
 def test_layouts(case):
     """Tied ends too: what both ends add to the gradient of the embedding, of different micro-batches, is all there."""
     check(of_case(Decoder, case), case)
@@ -82,7 +81,7 @@ def test_one_stage_is_the_step_without_a_pipeline():
 ONE = [Case("1f1b", 2, 1, 1, 2), Case("interleaved", 2, 1, chunks=2), Case("zero_bubble", 4, 1)]
 
 
-@named(keep(ONE, ONE[2:]))
+@named(keep(ONE, ONE[:1]))
 def test_one_micro_batch(case):
     check(model(Decoder, case.layers), case)
 
@@ -128,7 +127,7 @@ def test_llama(case):
     ("case", "tied"),
     keep(
         product([Case("1f1b", 4, 3), Case("zero_bubble", 4, 4, 2, 2)], (False, True)),
-        [(Case("zero_bubble", 4, 4, 2, 2), True)],
+        [(Case("1f1b", 4, 3), True)],
     ),
     ids=str,
 )
@@ -163,10 +162,10 @@ EVERYTHING = [
 ]
 
 
-@named(keep(EVERYTHING, EVERYTHING[2:3]))
+@named(keep(EVERYTHING, EVERYTHING[:1]))
 def test_a_model_with_everything(case):
     """Dropout, integers and masks between the layers, parameters that are integers."""
-    check(model(Everything, case.layers), case)
+    check(model(Everything, case.stages * case.chunks), case)
 
 
 DRAWN = [Case("1f1b", 4, 4), Case("zero_bubble", 2, 2, chunks=2)]

@@ -16,7 +16,7 @@ from helpers.layer_lists import layers
 from helpers.offload import scans
 from helpers.pipelines import ROWS, SEQUENCE, WIDTH, Case, Decoder, Everything, batch_of, model, run
 from helpers.programs import h100s, pairs, traced
-from helpers.sampling import keep, sample, some
+from helpers.sampling import keep, some
 
 from jzero.pipeline.carry import DEVICE_SPACE, HOST_SPACE
 from jzero.planner import memory
@@ -40,7 +40,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "case", "policy"), keep(NUMBERS, NUMBERS[1:2]), ids=str)
+@pytest.mark.parametrize(("kind", "case", "policy"), keep(NUMBERS, NUMBERS[2:3]), ids=str)
 def test_the_numbers_are_the_same_bit_for_bit(kind, case, policy):
     """`test_pipeline_training` compares the pipeline without it with the step without a pipeline."""
     on_host, on_device = (run(model(kind, case.layers), case, **section(policy, there)) for there in (True, False))
@@ -78,7 +78,11 @@ SLOTS = {  # of two stages and six micro-batches: with fewer, some ticks are in 
 }
 
 
-@pytest.mark.parametrize(("case", "policy"), sample(product(SLOTS, ["full", "matmuls"]), strength=1), ids=str)
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    keep(product(SLOTS, ["full", "matmuls"]), [(Case("gpipe", 2, 6), "full"), (Case("zero_bubble", 2, 6), "matmuls")]),
+    ids=str,
+)
 def test_all_residuals_lie_on_the_host(case, policy):
     """A layer's input, and under "matmuls" its product; gpipe's suffix also waits for the output of the last layer."""
     depth, buffer = 4 // case.stages // case.chunks, (SLOTS[case], ROWS, SEQUENCE, WIDTH)

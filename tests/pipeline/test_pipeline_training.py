@@ -135,7 +135,7 @@ def test_what_an_interval_keeps():
 
 @pytest.mark.parametrize(
     ("policy", "unrolled", "looped"),
-    keep([("none", 4 + 1, 2), ("matmuls", 4 * 2, 2), ("full", 4, 1)], [("none", 4 + 1, 2), ("matmuls", 4 * 2, 2)]),
+    keep([("none", 4 + 1, 2), ("matmuls", 4 * 2, 2), ("full", 4, 1)], [("matmuls", 4 * 2, 2)]),
 )
 def test_what_a_stage_keeps(policy, unrolled, looped):
     """Each of four layers keeps its input and its product, but no weight, gathered or not.
@@ -260,7 +260,7 @@ def test_fp16(case):
 
 
 def test_a_step_that_overflows_changes_nothing():
-    case, fragile = Case("1f1b", 2, 3), model(Decoder, 4)
+    case, fragile = Case("1f1b", 2, 2), model(Decoder, 2)
     step = case.step(fragile, fp16={"enabled": True, "loss_scale": 2.0**40}, optimizer=ADAMW)
     state = step.init(jax.random.key(0))
     before = jax.device_get((state.params, state.opt_state))

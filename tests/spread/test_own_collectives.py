@@ -1,9 +1,12 @@
 """The rules of a program's own collectives: a device of the group holds its part of what the plain collective gives."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.sampling import sample
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -24,8 +27,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("form", ["rows", "columns", "partial"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "form"), sample(product(CALLS, ["rows", "columns", "partial"]), strength=1))
 def test_collectives(name, form):
     call, group = CALLS[name], ModelGroup({"a": 2})
     columns = 2 if name == "psum_scatter untiled" else 8

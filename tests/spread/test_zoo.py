@@ -51,7 +51,7 @@ def of_step(name):
     if name in ("llama", "mixture"):
         batch = {key: batch[key] for key in ("inputs", "labels")}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    step = make_step(subject, tensor=TENSOR, dimensions=table)
+    step = make_step(subject, tensor=TENSOR, dimensions=table, unroll=False)
     return moves(step.trace(shapes), step.mesh)
 
 

@@ -35,7 +35,7 @@ EVERYTHING = DecoderConfig(
 CONFIGS = {
     "everything": EVERYTHING,
     "llama": DecoderConfig(4, 32, 4, 2, 48, vocab_size=61, rope_theta=50.0, tied=True),
-    "padded": DecoderConfig(4, 32, 4, 2, 48, vocab_size=61, pad_vocab_to=4, rope_theta=50.0, tied=True),
+    "padded": DecoderConfig(2, 32, 4, 2, 48, vocab_size=61, pad_vocab_to=4, rope_theta=50.0, tied=True),
     "window": DecoderConfig(4, 32, 4, 2, 48, vocab_size=61, rope_theta=50.0, window=4),
     "gpt2": GPT2Config(4, 32, 4, 48, vocab_size=61, max_positions=24),
 }

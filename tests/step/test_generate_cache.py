@@ -53,6 +53,9 @@ def test_heads_that_tensor_does_not_divide():
     np.testing.assert_array_equal(step.generate(state, TOKENS, NEW, attention_mask=MASK), expected)
 
 
+RECURRENT = [{"tensor": 2, "zero": 2, "stage": 3}, {"pipe": 2, "tensor": 2}]
+
+
 class Mixing(Recurrent):
     """Its sums are of products, so `tensor` divides them; they have no columns."""
 
@@ -61,7 +64,7 @@ class Mixing(Recurrent):
         return x + 3 * jnp.sin(sums), sums[:, -1:]
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2, "zero": 2, "stage": 3}, {"pipe": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("layout", keep(RECURRENT, RECURRENT[1:]), ids=str)
 def test_a_recurrent_state(layout):
     step = step_of(Mixing(), more={"tensor_parallel": {"dimensions": {"w": 1}}}, **layout)
     alone, tokens = step_of(Mixing()), TOKENS[:4] % 16

@@ -138,7 +138,7 @@ def test_fp16_trains_on_simulated_devices(stage, pipe, plain, monkeypatch):
 def test_the_report_says_what_is_not_half_and_why():
     step = make(MODEL, auto_cast=False, devices=1)
     assert "Half precision" not in jzero.report(step)
-    step(step.init(jax.random.key(0)), images())
+    step.prepare([images()])
     text = " ".join(jzero.report(step).split())
     total = PRODUCTS + BACKWARD
     assert f"Half precision - {total} of {total} matmuls (100% of the FLOPs) run in float32 under bf16" in text

@@ -39,7 +39,7 @@ CASES = [
     ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
     ("stage2", {"offload_optimizer": {**CPU, "ratio": 0.5}}, BF16),
 ]
-CHOSEN = [("stage3", BOTH, BF16 | FULL)]
+CHOSEN = [("stage3", BOTH, {})]
 
 
 @pytest.mark.parametrize(("name", "offloaded", "more"), keep(CASES, CHOSEN), ids=str)

@@ -168,7 +168,7 @@ def test_nothing_is_kept_of_what_is_free():
     assert fewest_bytes(program, program.outputs, program.inputs) == []
 
 
-ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, LAYERS = 2, 256, 256, 512, 4, 2, 512, 4
+ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, LAYERS = 2, 256, 256, 512, 4, 2, 512, 2
 
 
 def traced_for_gpus(stage):
