@@ -84,27 +84,51 @@ def run(*words, env=os.environ, **more):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False, **more)
 
 
-def end(folder, what, **env):
-    """Run the script; return its exit code, its output, and its lines on stderr without noise."""
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "helper.py").write_text(HELPER)
+# A process for each word, forked from one that has imported JAX, which takes seconds.
+FORKS = """
+import os, runpy, sys
+import jax, jzero
+for word in sys.argv[1:]:
+    if pid := os.fork():  # before JAX has threads
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        continue
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{word}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
+    what, _, traceback = word.partition("-")
+    if traceback:
+        os.environ["JZERO_TRACEBACK"] = "1"
+    sys.argv[1:] = [what]
+    runpy.run_path("train.py", run_name="__main__")
+    break
+"""
+WORDS = ("one", "several", "lost", "compile", "hook", "other", "one-traceback")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """word -> the exit code of the script with this argument, its output, and its lines on stderr without noise."""
+    folder = tmp_path_factory.mktemp("ended")
+    for name, text in (("train", SCRIPT), ("helper", HELPER), ("forks", FORKS)):
+        (folder / f"{name}.py").write_text(text)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JZERO_")}
-    done = run("train.py", what, env=clean | env, cwd=folder)
-    return done.returncode, done.stdout, [line for line in done.stderr.splitlines() if not is_noise(line)]
+    codes = map(int, run("forks.py", *WORDS, env=clean, cwd=folder).stdout.split())
+    out, err = ([(folder / f"{word}.{kind}").read_text() for word in WORDS] for kind in ("out", "err"))
+    lines = [[line for line in text.splitlines() if not is_noise(line)] for text in err]
+    return dict(zip(WORDS, zip(codes, out, lines, strict=True), strict=True))
 
 
 @pytest.mark.parametrize(
     ("what", "code", "lines"),
     [
-        pytest.param("one", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"], marks=pytest.mark.slow),
+        ("one", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"]),
         ("several", CONFIG, ["jzero: helper.py:4: after step 7: 2 problems:", f"- {BATCH % 2}", f"- {SEED}"]),
         ("lost", UNAVAILABLE, ["jzero: train.py:18: after step 7: process 1 was lost"]),
         ("compile", -2, ["jzero: train.py:22: after step 7: interrupted (JZERO_TRACEBACK=1 prints the traceback)"]),
     ],
 )
-def test_a_mistake_and_ctrl_c_are_one_line(tmp_path, what, code, lines):
+def test_a_mistake_and_ctrl_c_are_one_line(ended, what, code, lines):
     """With the innermost line of the user's own code, not those of jzero, JAX and Python."""
-    assert end(tmp_path, what) == (code, "", lines)
+    assert ended[what] == (code, "", lines)
 
 
 @pytest.mark.parametrize(
@@ -159,20 +183,19 @@ def test_the_step_of_an_earlier_engine_is_not_named(monkeypatch):
     assert last_words._step == 0
 
 
-@pytest.mark.slow
-def test_tracebacks_that_are_wanted(tmp_path):
-    code, _, lines = end(tmp_path, "one", JZERO_TRACEBACK="1")
+def test_tracebacks_that_are_wanted(ended):
+    code, _, lines = ended["one-traceback"]
     assert code == CONFIG
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == f"jzero: helper.py:4: {BATCH % 1}"
-    code, _, lines = end(tmp_path, "other")
+    code, _, lines = ended["other"]
     assert code == 1
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-2:] == ["ValueError: bad", "jzero: after step 7: ValueError: bad"]
 
 
-def test_a_hook_of_the_script(tmp_path):
-    assert end(tmp_path, "hook") == (CONFIG, "seen ConfigError\n", [f"jzero: helper.py:4: {BATCH % 1}"])
+def test_a_hook_of_the_script(ended):
+    assert ended["hook"] == (CONFIG, "seen ConfigError\n", [f"jzero: helper.py:4: {BATCH % 1}"])
 
 
 WORKER = f"""

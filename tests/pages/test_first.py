@@ -12,9 +12,7 @@ from experiments.benchmarks import first, gpu
 ROWS = [(name, runner) for name in first.CASES for runner in ("jzero", "flax", "torch")]
 
 
-@pytest.mark.parametrize(
-    ("name", "runner"), keep(ROWS, [("gpt2-dropout", "jzero"), ("unet", "flax"), ("vit", "torch")])
-)
+@pytest.mark.parametrize(("name", "runner"), keep(ROWS, [("gpt2-dropout", "jzero"), ("vit", "torch")]))
 def test_a_row_trains(name, runner, monkeypatch):
     """The first loss is that of words drawn at random, and the same batch is learned."""
     if runner == "torch":
@@ -29,7 +27,7 @@ def test_a_row_trains(name, runner, monkeypatch):
     assert found["step_s_min"] <= found["step_s"] <= found["step_s_max"]
 
 
-@pytest.mark.parametrize("name", keep(list(first.CASES), ["gpt2-dropout", "whisper"]))
+@pytest.mark.parametrize("name", keep(list(first.CASES), ["gpt2-dropout"]))
 def test_plain_flax_multiplies_in_bfloat16(name):
     """A single layer that computes in float32 makes all after it do so: the row would compare two dtypes."""
     case = first.CASES[name].tiny()

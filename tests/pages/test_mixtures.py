@@ -13,7 +13,7 @@ from experiments.benchmarks import first, gpu, lora, mixtures
 ROWS = [(case, runner) for case in mixtures.CASES for runner in ("jzero", "torch")]
 
 
-@pytest.mark.parametrize(("case", "runner"), keep(ROWS, [("qwen3-moe", "jzero"), ("deepseek-v2-lite", "torch")]))
+@pytest.mark.parametrize(("case", "runner"), keep(ROWS, [("qwen3-moe", "jzero")]))
 def test_a_mixture_trains(case, runner, monkeypatch, capsys):
     """The first loss is that of words drawn at random, and the same batch is learned."""
     monkeypatch.setattr(gpu, "WARM_UP", 0)
@@ -67,7 +67,7 @@ def test_pytorch_moves_rows_to_their_experts_and_back():
         assert (here - there).norm() < 0.01 * there.norm()
 
 
-@pytest.mark.parametrize("quantized", keep(["nf4", "int8", "none"], ["nf4"]))
+@pytest.mark.parametrize("quantized", keep(["nf4", "int8", "none"], ["none"]))
 def test_adapters_train(quantized, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "WARM_UP", 0)
     lora.main(["--preset", "tiny", "--sequence", "32", "--micro-batch", "2", "--quantized", quantized])
@@ -99,6 +99,7 @@ def test_quantised_matrices_are_normal():
     assert abs(matrix.mean()) < 1e-3
 
 
+@pytest.mark.slow
 def test_pytorch_adapters_train(monkeypatch, capsys):
     torch = pytest.importorskip("torch")
     from experiments.benchmarks import lora_torch

@@ -23,7 +23,7 @@ from models.mlp import MLP, cross_entropy
 from models.moe import MixtureConfig
 
 MICRO, S = 2, 16
-C = LlamaConfig(4, 32, 4, 2, 64, vocab_size=96, attention="xla")
+C = LlamaConfig(2, 32, 4, 2, 64, vocab_size=96, attention="xla")
 L, D, F, V = C.num_layers, C.d_model, C.d_ff, C.vocab_rows
 Q, KV, HEAD = C.num_heads * C.head_dim, C.num_kv_heads * C.head_dim, C.head_dim
 
@@ -97,9 +97,9 @@ def test_llama(stage, unroll, accum, policy):
 
 @pytest.mark.parametrize("schedule", keep(["1f1b", "zero_bubble"], ["1f1b"]))
 def test_a_pipeline_runs_its_idle_ticks(schedule):
-    """Two stages of two layers: five forward ticks for four micro-batches, and each stage computes half of the head."""
+    """Two stages of one layer: five forward ticks for four micro-batches, and each stage computes half of the head."""
     whole, found = llama(mesh={"pipe": 2}, gradient_accumulation_steps=4, pipeline={"schedule": schedule})
-    one = {name: 2 * flops for name, flops in layer(MICRO * S).items()}
+    one = layer(MICRO * S)
     assert found["stack"].forward == 5 * sum(one.values())
     # In zero_bubble the gradients of weights are put off, to four ticks in which all stages compute some.
     backward = {"1f1b": 5 + 5, "zero_bubble": 5 + 4}[schedule]
@@ -157,8 +157,7 @@ def test_modules_have_the_names_of_their_attributes():
 @pytest.mark.parametrize(("mesh", "policy"), [({"expert": 4}, "full"), ({"expert": 2, "tensor": 2}, "none")])
 def test_padding_of_experts_is_not_counted(mesh, policy):
     """Rows are padded to the worst case along `expert`; a token is multiplied with its own experts alone."""
-    layers = 2
-    shape = dataclasses.replace(C, num_layers=layers, mixture=MixtureConfig(4, 2, F))
+    shape = dataclasses.replace(C, mixture=MixtureConfig(4, 2, F))
     model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
     tokens = jax.ShapeDtypeStruct((S,), jnp.int32)
     _, found = flops_of(
@@ -167,8 +166,8 @@ def test_padding_of_experts_is_not_counted(mesh, policy):
     )  # fmt: skip
     tensor = mesh.get("tensor", 1)  # its devices gather the tokens, and each has a part of the experts' width
     router, experts, sum_of_outputs = MICRO * S * D * 4 / tensor, MICRO * S * 2 * D * 3 * F / tensor, MICRO * S * 2 * D
-    mlp, weights = found["stack/mlp"], 2 * layers * (router + experts)
-    assert (mlp.forward, mlp.backward) == (weights + 2 * layers * sum_of_outputs, 2 * weights)
+    mlp, weights = found["stack/mlp"], 2 * L * (router + experts)
+    assert (mlp.forward, mlp.backward) == (weights + 2 * L * sum_of_outputs, 2 * weights)
     assert mlp.recomputed == (weights if policy == "full" else 0)
     assert not [name for name in found if "row" in name]
 

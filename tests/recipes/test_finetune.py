@@ -370,6 +370,7 @@ def test_the_command_has_every_option():
     assert names == set(Options.__dataclass_fields__)
 
 
+@pytest.mark.slow
 def test_without_pytorch_nothing_advises_to_install_it():
     code = (
         "import sys; sys.modules['torch'] = None; "

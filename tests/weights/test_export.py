@@ -167,8 +167,8 @@ def test_a_download_goes_back_with_its_config_and_tokenizer(counter, tmp_path, c
     import transformers
 
     shape = config_from_hf(counter, **({} if way == "export" else {"lora": LoRAConfig(r=2)}))
-    made = engine(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
-    made.load_weights(counter)
+    there = step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
+    made = jzero.Engine(there, jax.random.key(0), params=weights.load(counter, there))
     before, out = json.loads((counter / "config.json").read_text()), tmp_path / "out"
     if way == "export":
         made.save_checkpoint(tmp_path / "ckpt").wait()
@@ -193,8 +193,9 @@ def test_a_download_goes_back_with_its_config_and_tokenizer(counter, tmp_path, c
 
 def test_a_download_that_has_gone(counter, tmp_path, capsys):
     shape = config_from_hf(counter, rope_theta=77.0)
-    made = engine(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)))
-    made.save_checkpoint(tmp_path / "ckpt").wait()
+    there = step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)))
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), there.state_shapes.params)
+    jzero.Engine(there, jax.random.key(0), params=params).save_checkpoint(tmp_path / "ckpt").wait()
     counter.rename(tmp_path / "elsewhere")
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     assert f"{counter} is not there any more: copy its tokenizer and generation files to" in capsys.readouterr().out
@@ -353,9 +354,10 @@ def test_a_bias_that_is_state_keeps_its_dtype(tmp_path):
              "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
              "num_experts_per_tok": 2, "first_k_dense_replace": 0}  # fmt: skip
     config = config_from_hf({"model_type": "deepseek_v3", **shape})
-    made = engine(jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs)), stage=1, zero=2)
-    bias = (4 + 0.001 * np.arange(8, dtype="f4"))[None]
-    made.state.params["stack"]["mlp"]["bias"] = jax.device_put(bias, made.state.params["stack"]["mlp"]["bias"].sharding)
+    there = step(jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs)), stage=1, zero=2)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), there.state_shapes.params)
+    params["stack"]["mlp"]["bias"] = bias = (4 + 0.001 * np.arange(8, dtype="f4"))[None]
+    made = jzero.Engine(there, jax.random.key(0), params=params)
     made.save_checkpoint(tmp_path / "ckpt").wait()
     weights.export(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
     made.save_16bit_model(tmp_path / "saved")

@@ -1,5 +1,7 @@
 """DeepSeek-V3's layers for tokens further ahead: transformers' layers, and the loss of arXiv:2412.19437, eq. 24, 25."""
 
+from itertools import product
+
 import jax
 import numpy as np
 import pytest
@@ -73,8 +75,9 @@ def write(model, layers, directory):
     save_file(load_file(path) | tensors_of(layers), path, {"format": "pt"})
 
 
-@pytest.mark.parametrize("packed", keep([False, True], [True]))  # one of its rows is a single document
-def test_loss_and_gradients(tmp_path, packed):
+# One of the packed rows is a single document.
+@pytest.mark.parametrize(("packed", "gradients"), keep(product([False, True], repeat=2), [(True, False)]))
+def test_loss_and_gradients(tmp_path, packed, gradients):
     """Three predictions of each token, in documents of packed rows too; and the files of an export."""
     model = torch_model("deepseek_v3")
     model.config.num_mtp_layers = DEPTHS
@@ -85,21 +88,23 @@ def test_loss_and_gradients(tmp_path, packed):
     params = weights.load(tmp_path / "weights", step)
 
     loss = expected_loss(model, layers, ROWS, segments)
-    loss.backward()
-    for x in [x for module in (model, *layers) for x in module.parameters()]:
-        x.data = torch.zeros_like(x) if x.grad is None else x.grad
-    write(model, layers, tmp_path / "gradients")
-    expected = weights.load(tmp_path / "gradients", step)
     batch = ROWS | ({"segments": segments.astype(np.int32)} if packed else {})
-    found, metrics = step.gradients(step.init(jax.random.key(0), params), batch)
-    assert abs(float(metrics["loss"]) / loss.item() - 1) < 5e-6
+    state = step.init(jax.random.key(0), params)
+    found, metrics = step.gradients(state, batch) if gradients else step.evaluate(state, batch)
+    assert abs(float(metrics["loss"] if gradients else found) / loss.item() - 1) < 5e-6
     parts = float(metrics["cross_entropy"]) + WEIGHT * float(metrics["future_loss"])
     assert parts == pytest.approx(loss.item(), rel=5e-6)
-    largest = max(abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
-    leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: x is None)
-    for (path, a), b in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if a is not None:  # state
-            assert abs(np.asarray(a) - np.asarray(b)).max() < 5e-6 * largest, path
+    if gradients:
+        loss.backward()
+        for x in [x for module in (model, *layers) for x in module.parameters()]:
+            x.data = torch.zeros_like(x) if x.grad is None else x.grad
+        write(model, layers, tmp_path / "gradients")
+        expected = weights.load(tmp_path / "gradients", step)
+        largest = max(abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
+        leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: x is None)
+        for (path, a), b in zip(leaves, jax.tree.leaves(expected), strict=True):
+            if a is not None:  # state
+                assert abs(np.asarray(a) - np.asarray(b)).max() < 5e-6 * largest, path
 
     weights.save(params, step, tmp_path / "ours", "model.safetensors", np.dtype("float32"))
     there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("weights", "ours"))

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.sampling import keep
-from llamas import GROUPED, TIED, TOKENS, engine, logits, model, refused, same, step
+from llamas import GROUPED, TIED, TOKENS, Net, engine, logits, model, refused, same, step
 from safetensors.numpy import load_file, save_file
 
 import jzero
@@ -150,12 +150,12 @@ def test_half_precision_files_become_masters(tmp_path, exported):
 @pytest.mark.parametrize("kind", keep(["laid out as the state", "NumPy"], ["laid out as the state"]))
 def test_init_copies_the_params_unless_they_are_given_up(kind):
     """The first step deletes the state's buffers: the caller's arrays live on, unless `donate`."""
-    made = step()
+    made = step(Net())
     params = made.init(jax.random.key(0)).params
     if kind == "NumPy":
         params = jax.tree.map(np.array, params)
     before = jax.tree.map(np.array, params)
-    batch = {name: np.zeros((made.batch_sizes.train, 8), np.int32) for name in ("inputs", "labels")}
+    batch = np.zeros((made.batch_sizes.train, 8), np.float32)
     made(made.init(jax.random.key(1), params), batch)
     chex.assert_trees_all_equal(jax.tree.map(np.array, params), before)
     if kind != "NumPy":

@@ -61,7 +61,7 @@ def test_bits_of_a_matrix():
 def decoder(quantized):
     """A decoder with adapters at some matrices; all of them are quantised."""
     lora = LoRAConfig(4, 8, ("q_proj", "v_proj", "down_proj"), quantized)
-    shape = preset("tiny", num_layers=2, d_model=64, d_ff=96, num_heads=2, num_kv_heads=1, lora=lora)
+    shape = preset("tiny", num_layers=1, d_model=64, d_ff=96, num_heads=2, num_kv_heads=1, lora=lora)
     return jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
 
 
