@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -40,19 +40,12 @@ from jzero.run.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIP
 from jzero.run.lines import Lines
 from jzero.run.monitors import Curves
 from jzero.run.panel import make_panel
-from jzero.run.result_waiter import DeviceWork, ResultWaiter, warn
+from jzero.run.result_waiter import ResultWaiter, warn
 from jzero.run.run_report import step_report
 from jzero.run.speed import CompletedSteps
-from jzero.run.summary import Summary
+from jzero.run.summary import name_bottleneck, summary_text
 from jzero.step.programs import StepResult
 from jzero.step.train_step import TrainStep
-
-
-class Observer(Protocol):
-    """Sees every event of a run, in order, in the waiter's thread."""
-
-    def on(self, event: Event) -> None:
-        """Take an event. Its arrays are not to be read: what has ended has floats."""
 
 
 class Timer:
@@ -68,7 +61,6 @@ class Timer:
         # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the devices' waits.
         self.waiter = ResultWaiter(lines.prints or lines.timed or config.straggler_check.every is not None)
         self.clock = Clock(self.waiter.worked)
-        self._work: DeviceWork | None = None  # of what the devices were given, until its event
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[Moment]:
@@ -91,7 +83,7 @@ class Timer:
             with self.part(HOST) as began:
                 done = step()
             # Before the next step takes memory.
-            self._given(done, DEVICE, wait or (self._by_line and line))
+            self._given(done[1], DEVICE, wait or (self._by_line and line))
         return done, began
 
     def evaluate(self, evaluation: Callable[[], Any]) -> tuple[Any, Moment]:
@@ -103,18 +95,11 @@ class Timer:
 
     def _given(self, results: Any, part: str, wait: bool = False) -> None:
         """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
-        if self._work is not None:  # an exception kept its event away
-            self._work.end = time.perf_counter()
-        self._work = self.waiter.begin(part)
+        self.waiter.begin(part, results)
         if self._lines.timed or wait:
             jax.block_until_ready(results)
             self.waiter.ended()
             self.clock.lap(part)
-
-    def take_work(self) -> DeviceWork | None:
-        """Return the work that the next event ends."""
-        work, self._work = self._work, None
-        return work
 
 
 class Observers:
@@ -141,7 +126,8 @@ class Observers:
         self.timer, self.completed = Timer(config, self.lines, self.profiles), CompletedSteps()
         self.clock, self.waiter = self.timer.clock, self.timer.waiter
         self.ledger = Recorder(step, resume, began, self.waiter.settle)
-        self._all: tuple[Observer, ...] = (self.completed, self.ledger, self.curves, self.lines)
+        # They see every event, in order, in the waiter's thread. Arrays are not to be read: what has ended has floats.
+        self._all = self.completed.on, self.ledger.on, self.curves.on, self.lines.on
         self._shows = self.lines.prints and (config.progress.summary or config.progress.panel is not False)
         self.panel = make_panel(step, self.waiter.busy, self.completed, self.clock) if self._shows else None
         self.wanted: set[type] = set()
@@ -157,25 +143,22 @@ class Observers:
         """Pass an event on to all observers, once its arrays have values. All processes call it."""
         self._note(event)
         results: Any = None
-        work: DeviceWork | None = None
         match event:
             case StepGiven():
                 if not self._has_stepped and (step := self._step()):
                     self._show_first(event, step)
                 self._last_part = CHECKPOINT if event.last else SCRIPT
-                results, work = (event.metrics, event.skipped), self.timer.take_work()
+                results = event.metrics, event.skipped
             case EvaluationGiven():
-                results, work = event.metrics, self.timer.take_work()
+                results = event.metrics
             case StateStarted():
                 self.waiter.settle()  # lines of the former state measure from its mark
-                if ended := self.timer.take_work():  # of a step whose checks stopped the run
-                    ended.end = time.perf_counter()
             case SaveBegan():
                 self._note_saved()  # the one before, which this one has waited for
                 self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
             case Noticed(raised=False):
                 self.lines.say(escaped(f"jzero: step {event.step}: {event.text}"))  # now, whatever the devices do
-        self.waiter.give(results, partial(self._deliver, event), work)
+        self.waiter.give(results, partial(self._deliver, event))
         if isinstance(event, StepGiven):
             self._show(event)
 
@@ -184,9 +167,9 @@ class Observers:
         ended = self._ended(event, values, end)
         if ended is not event:
             self._note(ended)
-        for observer in self._all:
+        for observe in self._all:
             try:
-                observer.on(ended)
+                observe(ended)
             except BaseException as error:  # one that fails must not keep the event from the others
                 warn(error)
 
@@ -260,17 +243,19 @@ class Observers:
 
     # ------------------------------------------------------------------ the end
 
-    def summary(self) -> Summary | None:
-        """Wait for the last step, and sum up; None if there was no step, or the config wants no summary."""
+    def summary(self) -> str:
+        """Wait for the last step, and sum up; "" if there was no step, or the config wants no summary."""
         self.clock.lap(self._last_part)
         self.waiter.settle()
         self.clock.lap(DEVICE)
         if self.panel:
             self.panel.stop(keep=True)
         if not (self.completed.totals.steps and self._config.progress.summary):
-            return None
-        profiled = self.profiles.times
-        return Summary.of(self.clock, self.completed, self._files, self.ledger, self._config, self._devices, profiled)
+            return ""
+        seconds = self.clock.total
+        verdict = name_bottleneck(seconds, self._config, self._devices, self.profiles.times)
+        lines = [self.ledger.goodput(), *verdict]
+        return summary_text(seconds, self.clock.cached, self.completed, lines, self._files)
 
     def close(self) -> None:
         """Write what the devices have finished, and end the files."""
