@@ -15,13 +15,12 @@ from jzero.config.keys import is_replaced
 from jzero.config.screen import FIELDS
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
-from jzero.display.text_table import size_text
+from jzero.display.text_table import size_text, value_text
 from jzero.errors import some_of
 from jzero.layout.sharding import ParamLayout
 from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, ZeroPlusPlus
 from jzero.mesh import CONTEXT, PIPE, TENSOR, ZERO_AXES, present
 from jzero.planner.advice import undivided_parameters, unsharded
-from jzero.run.report_text import value_text
 from jzero.step.setup import float16_on_cpu
 from jzero.step.train_step import TrainStep
 
