@@ -154,12 +154,6 @@ def enabled(config: Config) -> list[str]:
     return sections
 
 
-def monitor_location(section: str, config: Config) -> str:
-    """Return where a monitor writes: its directory, or the name of the service."""
-    settings = getattr(config, section)
-    return str(Path(settings.output_path, settings.job_name)) if isinstance(settings, FilesConfig) else section
-
-
 def _directory(config: FilesConfig) -> Path:
     """Make and return the directory of a run's files: output_path/job_name, as in DeepSpeed."""
     directory = Path(config.output_path, config.job_name)
@@ -179,7 +173,11 @@ class Curves:
     def __init__(self, config: Config):
         self._scaled = config.fp16.enabled
         sections = run_on_all("monitors", lambda: enabled(config))
-        where = dict.fromkeys(monitor_location(section, config) for section in sections)
+        asked = {section: getattr(config, section) for section in sections}
+        where = dict.fromkeys(
+            str(Path(one.output_path, one.job_name)) if isinstance(one, FilesConfig) else section
+            for section, one in asked.items()
+        )
         # {"curves": the directories and services that the config names}; {} without monitors
         self.places = {"curves": ", ".join(where)} if where else {}
         mine = sections if jax.process_index() == 0 else []

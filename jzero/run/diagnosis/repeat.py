@@ -44,10 +44,10 @@ def largest(tree: PyTree) -> jax.Array:
     return jnp.stack([jnp.zeros(()), *(jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floats(tree))]).max()
 
 
-def finite(tree: PyTree) -> jax.Array:
+def is_finite(tree: PyTree) -> jax.Array:
     """Return whether all floats in a tree are finite, on all devices; a maximum over devices may lose a NaN.
 
-    >>> bool(finite({"x": jnp.array([1.0, jnp.inf]), "ids": jnp.array([1])}))
+    >>> bool(is_finite({"x": jnp.array([1.0, jnp.inf]), "ids": jnp.array([1])}))
     False
     """
     return jnp.stack([jnp.ones((), bool), *(jnp.isfinite(x).all() for x in floats(tree))]).all()
@@ -144,7 +144,7 @@ def _forward(weights: PyTree, x: PyTree) -> tuple[tuple[PyTree, PyTree], None]:
 
 def _backward(_: None, gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     of_weights, of_x = gradients
-    mark = jnp.where(finite([g for g in jax.tree.leaves(of_x) if g.dtype != jax.dtypes.float0]), 0.0, jnp.nan)
+    mark = jnp.where(is_finite([g for g in jax.tree.leaves(of_x) if g.dtype != jax.dtypes.float0]), 0.0, jnp.nan)
 
     def add(g: jax.Array) -> jax.Array:
         return g if g.dtype == jax.dtypes.float0 else g + mark.astype(g.dtype)
@@ -178,7 +178,7 @@ class Repeat:
         rows, whole = NamedSharding(setup.mesh, batch_spec(setup.mesh)), NamedSharding(setup.mesh, REPLICATED)
         self._take = self._take_program()
         self._pick = jax.jit(lambda part, chosen: jax.tree.map(lambda x: x[chosen], part), out_shardings=rows)
-        self._finite = jax.jit(lambda part: jax.tree.map(finite, part), out_shardings=whole)
+        self._finite = jax.jit(lambda part: jax.tree.map(is_finite, part), out_shardings=whole)
         guard = Guard(setup.mesh, setup.config, setup.layouts)
         self._forward = Call("the forward pass of a micro-batch", self._forward_program(), guard)
         self._gradients = Call("the gradients of a micro-batch", self._gradients_program(False), guard)
@@ -263,7 +263,7 @@ class Repeat:
         manual = setup.manual(lambda *args: region.gradients(*args).gradients, *rest, out_specs=specs(layouts))
 
         def run(*args: Any) -> PyTree:
-            return jax.tree.map(lambda layout, g: by_layer(layout, g, finite), layouts, manual(*args))
+            return jax.tree.map(lambda layout, g: by_layer(layout, g, is_finite), layouts, manual(*args))
 
         return setup.jit(run, out_shardings=NamedSharding(setup.mesh, REPLICATED))
 
