@@ -49,17 +49,25 @@ class BadParameter:
 
 def bad_parameters(setup: Setup, params: PyTree) -> list[BadParameter]:
     """Find the parameters that are not finite, on any device of any process. All processes call it."""
-    mesh, leaves = setup.mesh, jax.tree.leaves(setup.layouts)
-    everywhere: Any = PartitionSpec(mesh.axis_names)
+    leaves = jax.tree.leaves(setup.layouts)
 
     def local(masters: PyTree) -> list[jax.Array]:
-        flags = [_finite(layout, x) for layout, x in zip(leaves, jax.tree.leaves(masters), strict=True)]
-        return [jnp.atleast_1d(flag)[None] for flag in flags]
+        return [jnp.atleast_1d(_finite(layout, x)) for layout, x in zip(leaves, jax.tree.leaves(masters), strict=True)]
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=(specs(setup.layouts),), out_specs=everywhere, check_vma=False)
-    found = setup.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
+    found = on_each_device(setup, local, specs(setup.layouts))(params)
     pairs = zip(leaves, map(np.asarray, found), strict=True)
     return [bad for layout, finite in pairs if not finite.all() for bad in _of(setup, layout, finite)]
+
+
+def on_each_device(setup: Setup, look: Callable[[PyTree], PyTree], of: PyTree) -> jax.stages.Wrapped:
+    """Make a program that looks at each device's part of a tree with the specs `of`: results [devices, ...]."""
+    everywhere: Any = PartitionSpec(setup.mesh.axis_names)
+
+    def local(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x[None], look(tree))
+
+    run = jax.shard_map(local, mesh=setup.mesh, in_specs=(of,), out_specs=everywhere, check_vma=False)
+    return setup.jit(run, out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
 
 
 def _finite(layout: ParamLayout, x: jax.Array) -> jax.Array:

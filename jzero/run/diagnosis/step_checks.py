@@ -10,21 +10,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint.checksums import checksums
 from jzero.errors import some_of
 from jzero.events import Noticed
 from jzero.loss import LOSS
 from jzero.loss_scale import NonFiniteError
-from jzero.run.diagnosis.non_finite_search import by_part, device_name
+from jzero.run.diagnosis.non_finite_search import by_part, device_name, on_each_device
 from jzero.run.diagnosis.stragglers import Stragglers
 from jzero.run.diagnosis.watch import Taken, Watch, WatchedRun
 from jzero.run.observers import Observers
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
 from jzero.step.update import SkipWhen
-from jzero.tree import PyTree, named
+from jzero.tree import named
 
 
 class Checks:
@@ -187,16 +186,7 @@ class Replicas:
     @cached_property
     def sums(self) -> Any:
         """The program: a state -> the checksum of each leaf's part on each device, uint32 [devices, leaves]."""
-        mesh = self._step.mesh
-        everywhere: Any = PartitionSpec(mesh.axis_names)
-
-        def local(state: PyTree) -> jax.Array:
-            return checksums(named(state))[None]
-
-        run = jax.shard_map(
-            local, mesh=mesh, in_specs=(self._step.state_specs,), out_specs=everywhere, check_vma=False
-        )  # fmt: skip
-        return self._step.setup.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        return on_each_device(self._step.setup, lambda state: checksums(named(state)), self._step.state_specs)
 
     def differing(self, sums: np.ndarray) -> list[str]:
         """Describe each leaf whose copies differ; `sums` as the program returns it."""
