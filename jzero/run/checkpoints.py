@@ -87,7 +87,7 @@ class CheckpointedRun(DeepSpeedApi):
         counters = {name: getattr(self, name) for name in progress.COUNTERS}
         frozen = [f"params/{layout.name}" for layout in jax.tree.leaves(step.layouts) if not layout.trainable]
         try:
-            with self._observers.timer.part(CHECKPOINT):
+            with self._observers.clock.part(CHECKPOINT):
                 save = checkpoint.save(
                     state, save_dir or self._home or self.config.checkpoint.dir or "",
                     DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
@@ -229,7 +229,7 @@ class CheckpointedRun(DeepSpeedApi):
 
     def _started(self, origin: str | os.PathLike | None = None) -> None:
         """Go on with another state; `origin` says where it is from."""
-        loader, at = self.training_dataloader, self._observers.timer.clock.lap(START)
+        loader, at = self.training_dataloader, self._observers.clock.lap(START)
         self._observers.emit(
             StateStarted(
                 self.global_steps, self.global_samples, None if origin is None else str(origin), position(loader),

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from jzero.config import Config
 from jzero.data.curriculum import Curriculum
 from jzero.distributed import last_words
 from jzero.errors import escaped
@@ -48,67 +47,14 @@ from jzero.step.programs import StepResult
 from jzero.step.train_step import TrainStep
 
 
-class Timer:
-    """Times the parts of a run, and waits for the devices where the config asks for it.
-
-    Attributes:
-      clock: the one clock of the run.
-      waiter: waits for what the devices were given; on other processes than 0 only if somebody asks for it.
-    """
-
-    def __init__(self, config: Config, lines: Lines, profiles: Profiles):
-        self._lines, self._profiles, self._by_line = lines, profiles, config.memory_breakdown
-        # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the devices' waits.
-        self.waiter = ResultWaiter(lines.prints or lines.timed or config.straggler_check.every is not None)
-        self.clock = Clock(self.waiter.worked)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[Moment]:
-        """Time this context as one part of the run; the time since the last part counts as the script's."""
-        began = self.clock.lap(SCRIPT)
-        try:
-            yield began
-        finally:
-            self.clock.lap(name)
-
-    def run(self, step: Callable[[], StepResult], number: int) -> tuple[StepResult, Moment]:
-        """Run a step; return its results, and when it began.
-
-        Under wall_clock_breakdown this waits for the results, to tell the devices' time from the host's. Otherwise the
-        host prepares the next step in the meantime.
-        """
-        line = self._lines.has_line(number)
-        profiled = self._profiles.around(number, lambda: self.part(PROFILE), line_due=self._lines.timed and line)
-        with profiled as wait:
-            with self.part(HOST) as began:
-                done = step()
-            # Before the next step takes memory.
-            self._given(done[1], DEVICE, wait or (self._by_line and line))
-        return done, began
-
-    def evaluate(self, evaluation: Callable[[], Any]) -> tuple[Any, Moment]:
-        """Run an evaluation; return its results, and when it began."""
-        with self.part(EVALUATION) as began:
-            found = evaluation()
-            self._given(found, EVALUATION)
-        return found, began
-
-    def _given(self, results: Any, part: str, wait: bool = False) -> None:
-        """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
-        self.waiter.begin(part, results)
-        if self._lines.timed or wait:
-            jax.block_until_ready(results)
-            self.waiter.ended()
-            self.clock.lap(part)
-
-
 class Observers:
-    """Passes the events of a run on, and shows on process 0 what reads the program of a step.
+    """Times what the devices are given, passes events on, and shows on process 0 what reads the program of a step.
 
     It holds neither the step nor a state, since the thread and the program's end keep it longer than the engine lives.
 
     Attributes:
-      timer, clock, waiter: time the run.
+      clock: the one clock of the run.
+      waiter: waits for what the devices were given; on other processes than 0 only if somebody asks for it.
       completed: the steps that the devices have finished.
       lines, curves, ledger, profiles, panel: what is shown and recorded; panel is None where there is none.
       wanted: the types of events that the engine's user observes.
@@ -123,8 +69,10 @@ class Observers:
         self._config, self._devices = config, _ = step.config, [*step.mesh.devices.flat]
         self.profiles = Profiles(config)
         self.lines, self.curves = Lines(config, step.setup.optimizer.schedule), Curves(config)
-        self.timer, self.completed = Timer(config, self.lines, self.profiles), CompletedSteps()
-        self.clock, self.waiter = self.timer.clock, self.timer.waiter
+        # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the devices' waits.
+        follows = self.lines.prints or self.lines.timed or config.straggler_check.every is not None
+        self.waiter, self.completed = ResultWaiter(follows), CompletedSteps()
+        self.clock = Clock(self.waiter.worked)
         self.ledger = Recorder(step, resume, began, self.waiter.settle)
         # They see every event, in order, in the waiter's thread. Arrays are not to be read: what has ended has floats.
         self._all = self.completed.on, self.ledger.on, self.curves.on, self.lines.on
@@ -136,6 +84,38 @@ class Observers:
         self._last_part = SCRIPT  # of the clock: what follows the last step
         self._saving: SaveBegan | None = None
         self._files = dict(self.curves.places)
+
+    # ------------------------------------------------------------------ what the devices are given
+
+    def run_step(self, step: Callable[[], StepResult], number: int) -> tuple[StepResult, Moment]:
+        """Run a step; return its results, and when it began.
+
+        Under wall_clock_breakdown this waits for the results, to tell the devices' time from the host's. Otherwise the
+        host prepares the next step in the meantime.
+        """
+        line = self.lines.has_line(number)
+        profiled = self.profiles.around(number, lambda: self.clock.part(PROFILE), line_due=self.lines.timed and line)
+        with profiled as wait:
+            with self.clock.part(HOST) as began:
+                done = step()
+            # Before the next step takes memory.
+            self._given(done[1], DEVICE, wait or (self._config.memory_breakdown and line))
+        return done, began
+
+    def run_evaluation(self, evaluation: Callable[[], Any]) -> tuple[Any, Moment]:
+        """Run an evaluation; return its results, and when it began."""
+        with self.clock.part(EVALUATION) as began:
+            found = evaluation()
+            self._given(found, EVALUATION)
+        return found, began
+
+    def _given(self, results: Any, part: str, wait: bool = False) -> None:
+        """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
+        self.waiter.begin(part, results)
+        if self.lines.timed or wait:
+            jax.block_until_ready(results)
+            self.waiter.ended()
+            self.clock.lap(part)
 
     # ------------------------------------------------------------------ events
 

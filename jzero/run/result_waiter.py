@@ -52,21 +52,20 @@ class ResultWaiter:
 
     def begin(self, part: str, results: Any) -> None:
         """Note that the devices have just been given a program, which has ended once its results are there."""
-        if not self._closed and self.follows:
+        if self.follows and not self._closed:
             self._works.append(DeviceWork(part))
-            self._put(results, None, self._works[-1])
+            self.give(results, None, self._works[-1])
 
-    def give(self, results: Any, then: Then) -> None:
+    def give(self, results: Any, then: Then | None, work: DeviceWork | None = None) -> None:
         """Call `then` with the values of `results` once they are there, in the waiter's thread.
 
         Args:
           results: a tree of arrays on the devices; None: `then` is called after those of earlier results.
           then: not called if the devices fail; the script gets that error.
+          work: ends with these results.
         """
-        if not self._closed and self.follows:
-            self._put(results, then, None)
-
-    def _put(self, results: Any, then: Then | None, work: DeviceWork | None) -> None:
+        if self._closed or not self.follows:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="jzero follower")
             self._thread.start()
