@@ -36,36 +36,26 @@ class CsvFiles:
 
     def __init__(self, config: FilesConfig):
         self._directory = _directory(config)
-        self._files: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
         for name, value in values.items():
-            file = self._files.get(name) or self._open(name)
-            csv.writer(file, lineterminator="\n").writerow([samples, value])
-            file.flush()
-
-    def _open(self, name: str) -> Any:
-        path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-        file = self._files[name] = open(append(path), "a", newline="")  # noqa: SIM115
-        if not file.tell():  # a resumed run continues the file
-            csv.writer(file, lineterminator="\n").writerow(["step", name.rpartition("/")[2]])
-        return file
+            path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with open(append(path), "a", newline="") as file:  # for each value, as DeepSpeed does
+                header = [] if file.tell() else [["step", name.rpartition("/")[2]]]  # a resumed run continues the file
+                csv.writer(file, lineterminator="\n").writerows([*header, [samples, value]])
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        pass  # no file is open
 
 
 class JsonLines:
     """One file, `metrics.jsonl`, with a JSON object per step, as `jzero.values.json_lines` writes it."""
 
     def __init__(self, config: FilesConfig):
-        self._file = open(append(_directory(config) / "metrics.jsonl"), "a")  # noqa: SIM115
+        self._file = open(append(_directory(config) / "metrics.jsonl"), "a", buffering=1)  # noqa: SIM115
 
     def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
         self._file.write(encode({"step": step, "samples": samples, **values}))
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

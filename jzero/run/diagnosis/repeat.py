@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.distributed.host_collectives import Guard
 from jzero.kernels.fp8.delayed_scaling import Histories
-from jzero.layout.sharding import ParamLayout, specs, trainable
+from jzero.layout.sharding import specs, trainable
 from jzero.loss import LOSS, nonzero, read_loss
 from jzero.mesh import batch_parts, batch_spec
 from jzero.model import StackModel
@@ -237,10 +236,11 @@ class Repeat:
 
     def _forward_program(self) -> Program:
         setup = self.setup
-        model, read = setup.model, partial(_one, setup.model)
         if self.layers:
-            model, read = Probed(setup.model, self.layers), lambda seen: seen  # type: ignore[arg-type,assignment]
-        passes = make_passes(replace(setup, model=model), read)
+            probed: Any = Probed(setup.model, self.layers)  # type: ignore[arg-type]
+            passes = make_passes(replace(setup, model=probed), lambda seen: seen)
+        else:
+            passes = make_passes(setup, lambda value: largest_loss(setup.model, value)[None])
         region = setup.region  # the run's own model decides on auto_cast
 
         def run(
@@ -263,18 +263,11 @@ class Repeat:
         manual = setup.manual(lambda *args: region.gradients(*args).gradients, *rest, out_specs=specs(layouts))
 
         def run(*args: Any) -> PyTree:
-            return jax.tree.map(lambda layout, g: by_layer(layout, g, is_finite), layouts, manual(*args))
+            return jax.tree.map(
+                lambda layout, g: (jax.vmap(is_finite) if layout.stacked else is_finite)(g), layouts, manual(*args)
+            )
 
         return setup.jit(run, out_shardings=NamedSharding(setup.mesh, REPLICATED))
-
-
-def by_layer(layout: ParamLayout, x: jax.Array, f: Program) -> jax.Array:
-    """Apply f to an array, or to every layer's slice of a stacked one."""
-    return jax.vmap(f)(x) if layout.stacked else f(x)
-
-
-def _one(model: Any, value: Any) -> jax.Array:
-    return largest_loss(model, value)[None]
 
 
 def _tapped(setup: Setup, only_suffix: bool) -> DeviceFunctions:
