@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,10 @@ class Observers:
             case StepGiven():
                 metrics, skipped = {name: float(x) for name, x in values[0].items()}, int(values[1])
                 line = self.lines.has_line(event.step, event.last)
-                parts = self._breakdown(event) if line and self.lines.timed else {}
+                parts: Mapping[str, float] = {}
+                if line and self.lines.timed:  # in milliseconds per step since the last progress line
+                    (step, since), self._mark = self._mark, (event.step, event.at)
+                    parts = per_step(since.spent, event.at.spent, event.step - step)
                 return StepEnded(event, metrics, skipped, end, line, parts)
             case EvaluationGiven():
                 metrics = {name: float(x) for name, x in values.items()}
@@ -167,11 +170,6 @@ class Observers:
             case StateStarted():
                 self._mark = event.step, event.at
         return event
-
-    def _breakdown(self, event: StepGiven) -> dict[str, float]:
-        """Return the milliseconds per step of each part since the last progress line."""
-        (step, since), self._mark = self._mark, (event.step, event.at)
-        return per_step(since.spent, event.at.spent, event.step - step)
 
     def _note(self, event: Event) -> None:
         if type(event) in self.wanted:

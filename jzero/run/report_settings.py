@@ -182,15 +182,15 @@ _UNUSED: tuple[tuple[Callable[[TrainStep], object], str], ...] = (
         "activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own",
     ),
     (
-        lambda step: step.mesh.shape[PIPE] == 1 and _is_checkpointed(step) and not step.setup.passes.facts.layers,
+        lambda step: (
+            step.mesh.shape[PIPE] == 1
+            and (section := step.config.activation_checkpointing) is not None
+            and section.kind != "none"
+            and not step.setup.passes.facts.layers
+        ),
         "activation_checkpointing: the model has no layer stack, so the whole model is one checkpoint",
     ),
 )
-
-
-def _is_checkpointed(step: TrainStep) -> bool:
-    section = step.config.activation_checkpointing
-    return section is not None and section.kind != "none"
 
 
 def fallbacks(step: TrainStep) -> list[str]:
