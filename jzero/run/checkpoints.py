@@ -79,7 +79,7 @@ class CheckpointedRun(DeepSpeedApi):
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._accumulation.check_empty("save_checkpoint")
-        if stopped := self._checks.settle(self):
+        if stopped := self._checks.settle():
             self._stop_for(stopped)
         state = self.live_state
         step, former, earlier = self.step_fn, self.client_state, checkpoint.last_save()

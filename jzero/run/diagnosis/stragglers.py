@@ -71,9 +71,6 @@ class Stragglers:
         if self._mark is None or number % self._every == 0:
             self._mark = number, now
 
-    def read(self, run: WatchedRun, kept: None) -> None:
-        """Do nothing: a comparison waits for no step."""
-
 
 def late(reports: Sequence[Report]) -> list[str]:
     """Describe the processes for which the others wait.
