@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50172,
+    "lines": 50177,
     "files": 273,
-    "statements": 29454,
+    "statements": 29457,
     "Any": 1152,
     "rooms": 40,
     "floors": 16,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
@@ -28,12 +28,17 @@ from jzero.stored_names import numberless
 from jzero.values.kinds import as_json
 from jzero.weights.adapters import trained_beside
 
-if TYPE_CHECKING:
-    from jzero.run.engine import Engine
+
+class ReportedRun(Protocol):
+    """The part of an engine that a report reads: the engine imports this file."""
+
+    step_fn: TrainStep
+
+    def seconds_per_step(self) -> float | None: ...
 
 
 def report(
-    step: TrainStep | Engine, data_notes: Sequence[str] = (), *, html: str | os.PathLike | None = None,
+    step: TrainStep | ReportedRun, data_notes: Sequence[str] = (), *, html: str | os.PathLike | None = None,
     step_s: float | None = None,
 ) -> str:  # fmt: skip
     """Report on a `TrainStep`: mesh, batch, ignored keys, layout, bytes, defaults in effect, replaced keys, fallbacks.
