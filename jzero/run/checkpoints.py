@@ -20,7 +20,7 @@ from jzero.distributed.last_words import SAVED
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
 from jzero.events import SaveBegan, StateStarted
-from jzero.run import progress, restore
+from jzero.run import restore
 from jzero.run.clock import CHECKPOINT, START
 from jzero.run.deepspeed_api import DeepSpeedApi
 from jzero.run.diagnosis.step_checks import Checks
@@ -79,19 +79,19 @@ class CheckpointedRun(DeepSpeedApi):
           ConfigError, CheckpointError: see `jzero.checkpoint.save`.
         """
         self._accumulation.check_empty("save_checkpoint")
-        if stopped := self._checks.settle(self):
+        if stopped := self._checks.settle():
             self._stop_for(stopped)
         state = self.live_state
         step, former, earlier = self.step_fn, self.client_state, checkpoint.last_save()
         self.client_state = dict(client_state) if isinstance(client_state, Mapping) else client_state or {}
-        counters = {name: getattr(self, name) for name in progress.COUNTERS}
+        counters = {name: getattr(self, name) for name in restore.COUNTERS}
         frozen = [f"params/{layout.name}" for layout in jax.tree.leaves(step.layouts) if not layout.trainable]
         try:
-            with self._observers.timer.part(CHECKPOINT):
+            with self._observers.clock.part(CHECKPOINT):
                 save = checkpoint.save(
                     state, save_dir or self._home or self.config.checkpoint.dir or "",
                     DEFAULT_TAG.format(self.global_steps) if tag is None else tag,
-                    notes=progress.make_notes(step, self.training_dataloader, counters, self.client_state),
+                    notes=restore.make_notes(step, self.training_dataloader, counters, self.client_state),
                     latest=save_latest, without=frozen if exclude_frozen_parameters else (),
                     max_to_keep=self.config.checkpoint.max_to_keep,
                 )  # fmt: skip
@@ -153,7 +153,7 @@ class CheckpointedRun(DeepSpeedApi):
         self._metrics = None
         self._checks.restart()
         self._tell()
-        return str(found.path), progress.client_state(found.notes)
+        return str(found.path), restore.client_state(found.notes)
 
     def _load(self, source: checkpoint.Checkpoint, selection: Selection) -> None:
         """Replace the state with a checkpoint's.
@@ -161,7 +161,6 @@ class CheckpointedRun(DeepSpeedApi):
         The order matters. The checks run first, so that an error leaves the engine intact. Then the engine drops its
         state, because two states may not fit into memory. Then it reads the new one.
         """
-        progress.check_notes(source)
         read = restore.plan_restore(source, self.step_fn, self.state, selection)
         if not selection.only_module:
             self._take_position(source.notes)
@@ -172,9 +171,9 @@ class CheckpointedRun(DeepSpeedApi):
 
     def _take_position(self, notes: Mapping[str, Any]) -> None:
         """Set the global batch and the position in the data to the checkpoint's."""
-        if not progress.written_by_engine(notes):
+        if not restore.written_by_engine(notes):
             return
-        sizes, remark = progress.resumed_batch(notes, self.step_fn)
+        sizes, remark = restore.resumed_batch(notes, self.step_fn)
         self.step_fn.resume_batch(sizes)
         if remark:
             log_dist(remark)
@@ -184,12 +183,13 @@ class CheckpointedRun(DeepSpeedApi):
     def _take_counters(self, source: checkpoint.Checkpoint) -> None:
         """Set the counters and the user's notes to the checkpoint's; warn if the precision or the data changed."""
         notes, step = source.notes, int(self.state.step)  # the one counter in a checkpoint that no engine wrote
-        counters = progress.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
+        counters = restore.counters(notes, step, self.gradient_accumulation_steps(), self.train_batch_size())
         self._count(counters)
-        self.client_state = progress.client_state(notes)
-        self.step_fn.resume_lr(progress.rate(notes, self.step_fn))
+        self.client_state = restore.client_state(notes)
+        self.step_fn.resume_lr(restore.rate(notes, self.step_fn))
         self._started(source.path)
-        for problem in progress.resume_differences(self.training_dataloader, notes, self.step_fn, step):
+        other_data = restore.describe_other_data(self.training_dataloader, notes, step)
+        for problem in filter(None, (restore.other_precision(notes, self.step_fn), other_data)):
             print_warning(problem)
 
     def _resume(self, home: Path) -> None:
@@ -229,7 +229,7 @@ class CheckpointedRun(DeepSpeedApi):
 
     def _started(self, origin: str | os.PathLike | None = None) -> None:
         """Go on with another state; `origin` says where it is from."""
-        loader, at = self.training_dataloader, self._observers.timer.clock.lap(START)
+        loader, at = self.training_dataloader, self._observers.clock.lap(START)
         self._observers.emit(
             StateStarted(
                 self.global_steps, self.global_samples, None if origin is None else str(origin), position(loader),
@@ -253,4 +253,4 @@ class CheckpointedRun(DeepSpeedApi):
             self.training_dataloader.seek(dict(mark.position))
 
     def _count(self, counters: Mapping[str, int]) -> None:
-        self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in progress.COUNTERS)
+        self.global_steps, self.global_samples, self.micro_steps = (counters[name] for name in restore.COUNTERS)

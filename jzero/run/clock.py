@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -107,6 +108,15 @@ class Clock:
             total[COMPILE] = total.get(COMPILE, 0.0) + compiling
         self._lap, self._compiled = now, compiled
         return Moment(now, total.copy())
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[Moment]:
+        """Time this context as one part; the time since the last part counts as the script's."""
+        began = self.lap(SCRIPT)
+        try:
+            yield began
+        finally:
+            self.lap(name)
 
 
 def per_step(since: Mapping[str, float], until: Mapping[str, float], steps: int) -> dict[str, float]:

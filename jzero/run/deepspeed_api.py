@@ -67,14 +67,6 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self.engine().zero_grad()
 
 
-def optimizer_view(engine: Any) -> Optimizer:
-    """Wrap the optax transformation of an engine."""
-    tx = engine.step_fn.setup.optimizer.tx
-    view = Optimizer(tx.init, tx.update)
-    view.engine = _reference(engine)
-    return view
-
-
 @refuses(
     step="leave it out: engine.step() advances the schedule, if it updates the parameters",
     state_dict="write engine.save_checkpoint(directory); the step count is the schedule's only state",
@@ -173,7 +165,10 @@ class DeepSpeedApi:
     @property
     def optimizer(self) -> Optimizer:
         """The optax transformation in use, with `param_groups`."""
-        return optimizer_view(self)
+        tx = self.step_fn.setup.optimizer.tx
+        view = Optimizer(tx.init, tx.update)
+        view.engine = _reference(self)
+        return view
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:

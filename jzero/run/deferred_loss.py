@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -100,15 +100,6 @@ class Outputs(Deferred):
     forward pass.
     """
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.value[index]
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.value)
-
 
 def _delegate(name: str) -> Callable:
     def method(self: Deferred, *others: Any) -> Any:
@@ -120,6 +111,8 @@ def _delegate(name: str) -> Callable:
 # Python looks operators up on the class, so __getattr__ does not see them.
 for _name in (*COMPARISONS, *ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), *CONVERSIONS):
     setattr(Deferred, f"__{_name}__", _delegate(f"__{_name}__"))
+for _name in ("getitem", "len", "iter"):
+    setattr(Outputs, f"__{_name}__", _delegate(f"__{_name}__"))
 
 # jnp's functions are jitted, and jit flattens its arguments: as a tree, a deferred value is its value.
 for _type in (Loss, Outputs):

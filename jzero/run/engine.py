@@ -105,7 +105,7 @@ class Engine(CheckpointedRun):
         accum = self.step_fn.batch_sizes.accum
         if isinstance(source, Iterator):
             ours, rows = source is self._batches, self.step_fn.micro_size
-            parts = next_micro_batches(source, accum, ours=ours, timed=self._observers.timer.part)
+            parts = next_micro_batches(source, accum, ours=ours, timed=self._observers.clock.part)
         else:
             parts, rows = [source], self.step_fn.batch_sizes.train
         if self.curriculum is not None:
@@ -132,7 +132,7 @@ class Engine(CheckpointedRun):
 
     def _evaluate(self, parts: Sequence[Any], extra: Any = None, ema: bool = False) -> jax.Array:
         state = self.step_fn.averaged(self.state) if ema else self.state
-        found, began = self._observers.timer.evaluate(lambda: self.step_fn.evaluate_parts(state, parts, extra))
+        found, began = self._observers.run_evaluation(lambda: self.step_fn.evaluate_parts(state, parts, extra))
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         self.eval_metrics = {LOSS: loss, **metrics}
         self._observers.emit(EvaluationGiven(self.global_steps, self.global_samples, dict(self.eval_metrics), began))
@@ -175,7 +175,7 @@ class Engine(CheckpointedRun):
     def _loss(self, micro_batch: Any, extra: Any) -> Any:
         if not self._training:
             return self._evaluate([micro_batch], extra)
-        with self._observers.timer.part(HOST):
+        with self._observers.clock.part(HOST):
             state, micro_batch = self.live_state, self.step_fn.place_micro_batch(micro_batch)
         index = len(self._accumulation.queue)
 
@@ -225,7 +225,7 @@ class Engine(CheckpointedRun):
           counted: the micro-batches that are not yet in `micro_steps`.
           held: those of the three-call loop, whose losses are now known.
         """
-        step, timer = self.step_fn, self._observers.timer
+        step, clock = self.step_fn, self._observers.clock
         skip, samples = self._checks.begin(self), micro_batches * step.micro_size
 
         def run() -> StepResult:
@@ -236,14 +236,14 @@ class Engine(CheckpointedRun):
             return step.run(self.state, fed, skip)
 
         try:
-            done, began = timer.run(run, self.global_steps + 1)
+            done, began = self._observers.run_step(run, self.global_steps + 1)
             self.state, self._metrics, details = done
             self.global_steps += 1
             self.global_samples += samples
             self.micro_steps += counted
             last_words.record_step(self.global_steps)
             stopped = self._checks.finish(self, self._metrics, details)  # waits for the step before
-            timer.clock.lap(DEVICE)
+            clock.lap(DEVICE)
             if stopped:
                 self._stop_for(stopped)
         except jax.errors.JaxRuntimeError as error:
@@ -254,10 +254,10 @@ class Engine(CheckpointedRun):
         given = StepGiven(
             self.global_steps, self.global_samples, samples, step.amount.tokens,
             self._metrics, details.loss_scale.skipped, position(self.training_dataloader), length, last, began,
-            timer.clock.lap(HOST),
+            clock.lap(HOST),
         )  # fmt: skip
         self._observers.emit(given)
-        timer.clock.lap(HOST)
+        clock.lap(HOST)
         for i, one in enumerate(held):
             one.loss.replace(lambda losses=details.micro_losses, i=i: losses[i])  # type: ignore[misc]
         self._tell()

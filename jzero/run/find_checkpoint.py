@@ -18,7 +18,7 @@ from jzero.checkpoint.reader import Checkpoint
 from jzero.distributed.host_collectives import check_same, gather_texts, read_on_all, run_on_all
 from jzero.distributed.place import log_dist
 from jzero.errors import CheckpointError, ConfigError, escaped, some_of
-from jzero.run.progress import written_by_engine, wrong_notes
+from jzero.run.restore import written_by_engine, wrong_notes
 
 
 def hold_directory(

@@ -19,8 +19,7 @@ from jzero.deepspeed.zero_shards import DeepSpeedState, read_deepspeed
 from jzero.display.text_table import text_table
 from jzero.errors import ConfigError, in_a_line, one_line
 from jzero.planner.named_models import model_alone
-from jzero.run import progress
-from jzero.run.restore import plan_restore
+from jzero.run.restore import make_notes, plan_restore
 from jzero.step.train_step import TrainStep, make_train_step
 
 OF_DEVICES = (*BATCH[1:], "mesh")
@@ -53,7 +52,7 @@ def main(args: Namespace) -> int:
         print(f"{path} {deepspeed.WEIGHTS_ALONE}")
         former = step.init(jax.random.key(0))
     state = plan_restore(source, step, former, Selection(only_module=source.weights_alone))()
-    notes = progress.make_notes(step, None, source.notes["engine"], source.notes["client"])
+    notes = make_notes(step, None, source.notes["engine"], source.notes["client"])
     print(checkpoint.save(state, args.out, notes=notes).wait())
     return 0
 

@@ -36,36 +36,26 @@ class CsvFiles:
 
     def __init__(self, config: FilesConfig):
         self._directory = _directory(config)
-        self._files: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
         for name, value in values.items():
-            file = self._files.get(name) or self._open(name)
-            csv.writer(file, lineterminator="\n").writerow([samples, value])
-            file.flush()
-
-    def _open(self, name: str) -> Any:
-        path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-        file = self._files[name] = open(append(path), "a", newline="")  # noqa: SIM115
-        if not file.tell():  # a resumed run continues the file
-            csv.writer(file, lineterminator="\n").writerow(["step", name.rpartition("/")[2]])
-        return file
+            path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with open(append(path), "a", newline="") as file:  # for each value, as DeepSpeed does
+                header = [] if file.tell() else [["step", name.rpartition("/")[2]]]  # a resumed run continues the file
+                csv.writer(file, lineterminator="\n").writerows([*header, [samples, value]])
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        pass  # no file is open
 
 
 class JsonLines:
     """One file, `metrics.jsonl`, with a JSON object per step, as `jzero.values.json_lines` writes it."""
 
     def __init__(self, config: FilesConfig):
-        self._file = open(append(_directory(config) / "metrics.jsonl"), "a")  # noqa: SIM115
+        self._file = open(append(_directory(config) / "metrics.jsonl"), "a", buffering=1)  # noqa: SIM115
 
     def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
         self._file.write(encode({"step": step, "samples": samples, **values}))
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -154,12 +144,6 @@ def enabled(config: Config) -> list[str]:
     return sections
 
 
-def monitor_location(section: str, config: Config) -> str:
-    """Return where a monitor writes: its directory, or the name of the service."""
-    settings = getattr(config, section)
-    return str(Path(settings.output_path, settings.job_name)) if isinstance(settings, FilesConfig) else section
-
-
 def _directory(config: FilesConfig) -> Path:
     """Make and return the directory of a run's files: output_path/job_name, as in DeepSpeed."""
     directory = Path(config.output_path, config.job_name)
@@ -179,7 +163,11 @@ class Curves:
     def __init__(self, config: Config):
         self._scaled = config.fp16.enabled
         sections = run_on_all("monitors", lambda: enabled(config))
-        where = dict.fromkeys(monitor_location(section, config) for section in sections)
+        asked = {section: getattr(config, section) for section in sections}
+        where = dict.fromkeys(
+            str(Path(one.output_path, one.job_name)) if isinstance(one, FilesConfig) else section
+            for section, one in asked.items()
+        )
         # {"curves": the directories and services that the config names}; {} without monitors
         self.places = {"curves": ", ".join(where)} if where else {}
         mine = sections if jax.process_index() == 0 else []

@@ -9,14 +9,13 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from jzero.config import Config
 from jzero.data.curriculum import Curriculum
 from jzero.distributed import last_words
 from jzero.errors import escaped
@@ -40,90 +39,22 @@ from jzero.run.clock import CHECKPOINT, DEVICE, EVALUATION, HOST, PROFILE, SCRIP
 from jzero.run.lines import Lines
 from jzero.run.monitors import Curves
 from jzero.run.panel import make_panel
-from jzero.run.result_waiter import DeviceWork, ResultWaiter, warn
+from jzero.run.result_waiter import ResultWaiter, warn
 from jzero.run.run_report import step_report
 from jzero.run.speed import CompletedSteps
-from jzero.run.summary import Summary
+from jzero.run.summary import name_bottleneck, summary_text
 from jzero.step.programs import StepResult
 from jzero.step.train_step import TrainStep
 
 
-class Observer(Protocol):
-    """Sees every event of a run, in order, in the waiter's thread."""
-
-    def on(self, event: Event) -> None:
-        """Take an event. Its arrays are not to be read: what has ended has floats."""
-
-
-class Timer:
-    """Times the parts of a run, and waits for the devices where the config asks for it.
-
-    Attributes:
-      clock: the one clock of the run.
-      waiter: waits for what the devices were given; on other processes than 0 only if somebody asks for it.
-    """
-
-    def __init__(self, config: Config, lines: Lines, profiles: Profiles):
-        self._lines, self._profiles, self._by_line = lines, profiles, config.memory_breakdown
-        # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the devices' waits.
-        self.waiter = ResultWaiter(lines.prints or lines.timed or config.straggler_check.every is not None)
-        self.clock = Clock(self.waiter.worked)
-        self._work: DeviceWork | None = None  # of what the devices were given, until its event
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[Moment]:
-        """Time this context as one part of the run; the time since the last part counts as the script's."""
-        began = self.clock.lap(SCRIPT)
-        try:
-            yield began
-        finally:
-            self.clock.lap(name)
-
-    def run(self, step: Callable[[], StepResult], number: int) -> tuple[StepResult, Moment]:
-        """Run a step; return its results, and when it began.
-
-        Under wall_clock_breakdown this waits for the results, to tell the devices' time from the host's. Otherwise the
-        host prepares the next step in the meantime.
-        """
-        line = self._lines.has_line(number)
-        profiled = self._profiles.around(number, lambda: self.part(PROFILE), line_due=self._lines.timed and line)
-        with profiled as wait:
-            with self.part(HOST) as began:
-                done = step()
-            # Before the next step takes memory.
-            self._given(done, DEVICE, wait or (self._by_line and line))
-        return done, began
-
-    def evaluate(self, evaluation: Callable[[], Any]) -> tuple[Any, Moment]:
-        """Run an evaluation; return its results, and when it began."""
-        with self.part(EVALUATION) as began:
-            found = evaluation()
-            self._given(found, EVALUATION)
-        return found, began
-
-    def _given(self, results: Any, part: str, wait: bool = False) -> None:
-        """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
-        if self._work is not None:  # an exception kept its event away
-            self._work.end = time.perf_counter()
-        self._work = self.waiter.begin(part)
-        if self._lines.timed or wait:
-            jax.block_until_ready(results)
-            self.waiter.ended()
-            self.clock.lap(part)
-
-    def take_work(self) -> DeviceWork | None:
-        """Return the work that the next event ends."""
-        work, self._work = self._work, None
-        return work
-
-
 class Observers:
-    """Passes the events of a run on, and shows on process 0 what reads the program of a step.
+    """Times what the devices are given, passes events on, and shows on process 0 what reads the program of a step.
 
     It holds neither the step nor a state, since the thread and the program's end keep it longer than the engine lives.
 
     Attributes:
-      timer, clock, waiter: time the run.
+      clock: the one clock of the run.
+      waiter: waits for what the devices were given; on other processes than 0 only if somebody asks for it.
       completed: the steps that the devices have finished.
       lines, curves, ledger, profiles, panel: what is shown and recorded; panel is None where there is none.
       wanted: the types of events that the engine's user observes.
@@ -138,10 +69,13 @@ class Observers:
         self._config, self._devices = config, _ = step.config, [*step.mesh.devices.flat]
         self.profiles = Profiles(config)
         self.lines, self.curves = Lines(config, step.setup.optimizer.schedule), Curves(config)
-        self.timer, self.completed = Timer(config, self.lines, self.profiles), CompletedSteps()
-        self.clock, self.waiter = self.timer.clock, self.timer.waiter
+        # Elsewhere nothing is shown, but a comparison of processes, and DeepSpeed's timers, need the devices' waits.
+        follows = self.lines.prints or self.lines.timed or config.straggler_check.every is not None
+        self.waiter, self.completed = ResultWaiter(follows), CompletedSteps()
+        self.clock = Clock(self.waiter.worked)
         self.ledger = Recorder(step, resume, began, self.waiter.settle)
-        self._all: tuple[Observer, ...] = (self.completed, self.ledger, self.curves, self.lines)
+        # They see every event, in order, in the waiter's thread. Arrays are not to be read: what has ended has floats.
+        self._all = self.completed.on, self.ledger.on, self.curves.on, self.lines.on
         self._shows = self.lines.prints and (config.progress.summary or config.progress.panel is not False)
         self.panel = make_panel(step, self.waiter.busy, self.completed, self.clock) if self._shows else None
         self.wanted: set[type] = set()
@@ -151,31 +85,60 @@ class Observers:
         self._saving: SaveBegan | None = None
         self._files = dict(self.curves.places)
 
+    # ------------------------------------------------------------------ what the devices are given
+
+    def run_step(self, step: Callable[[], StepResult], number: int) -> tuple[StepResult, Moment]:
+        """Run a step; return its results, and when it began.
+
+        Under wall_clock_breakdown this waits for the results, to tell the devices' time from the host's. Otherwise the
+        host prepares the next step in the meantime.
+        """
+        line = self.lines.has_line(number)
+        profiled = self.profiles.around(number, lambda: self.clock.part(PROFILE), line_due=self.lines.timed and line)
+        with profiled as wait:
+            with self.clock.part(HOST) as began:
+                done = step()
+            # Before the next step takes memory.
+            self._given(done[1], DEVICE, wait or (self._config.memory_breakdown and line))
+        return done, began
+
+    def run_evaluation(self, evaluation: Callable[[], Any]) -> tuple[Any, Moment]:
+        """Run an evaluation; return its results, and when it began."""
+        with self.clock.part(EVALUATION) as began:
+            found = evaluation()
+            self._given(found, EVALUATION)
+        return found, began
+
+    def _given(self, results: Any, part: str, wait: bool = False) -> None:
+        """Note that the devices have work; wait for it under wall_clock_breakdown, so that no other part does."""
+        self.waiter.begin(part, results)
+        if self.lines.timed or wait:
+            jax.block_until_ready(results)
+            self.waiter.ended()
+            self.clock.lap(part)
+
     # ------------------------------------------------------------------ events
 
     def emit(self, event: Event) -> None:
         """Pass an event on to all observers, once its arrays have values. All processes call it."""
         self._note(event)
         results: Any = None
-        work: DeviceWork | None = None
         match event:
             case StepGiven():
                 if not self._has_stepped and (step := self._step()):
                     self._show_first(event, step)
                 self._last_part = CHECKPOINT if event.last else SCRIPT
-                results, work = (event.metrics, event.skipped), self.timer.take_work()
+                results = event.metrics, event.skipped
             case EvaluationGiven():
-                results, work = event.metrics, self.timer.take_work()
+                results = event.metrics
             case StateStarted():
                 self.waiter.settle()  # lines of the former state measure from its mark
-                if ended := self.timer.take_work():  # of a step whose checks stopped the run
-                    ended.end = time.perf_counter()
             case SaveBegan():
                 self._note_saved()  # the one before, which this one has waited for
                 self._saving, self._files["checkpoints"] = event, str(event.save.path.parent)
             case Noticed(raised=False):
                 self.lines.say(escaped(f"jzero: step {event.step}: {event.text}"))  # now, whatever the devices do
-        self.waiter.give(results, partial(self._deliver, event), work)
+        self.waiter.give(results, partial(self._deliver, event))
         if isinstance(event, StepGiven):
             self._show(event)
 
@@ -184,9 +147,9 @@ class Observers:
         ended = self._ended(event, values, end)
         if ended is not event:
             self._note(ended)
-        for observer in self._all:
+        for observe in self._all:
             try:
-                observer.on(ended)
+                observe(ended)
             except BaseException as error:  # one that fails must not keep the event from the others
                 warn(error)
 
@@ -196,7 +159,10 @@ class Observers:
             case StepGiven():
                 metrics, skipped = {name: float(x) for name, x in values[0].items()}, int(values[1])
                 line = self.lines.has_line(event.step, event.last)
-                parts = self._breakdown(event) if line and self.lines.timed else {}
+                parts: Mapping[str, float] = {}
+                if line and self.lines.timed:  # in milliseconds per step since the last progress line
+                    (step, since), self._mark = self._mark, (event.step, event.at)
+                    parts = per_step(since.spent, event.at.spent, event.step - step)
                 return StepEnded(event, metrics, skipped, end, line, parts)
             case EvaluationGiven():
                 metrics = {name: float(x) for name, x in values.items()}
@@ -204,11 +170,6 @@ class Observers:
             case StateStarted():
                 self._mark = event.step, event.at
         return event
-
-    def _breakdown(self, event: StepGiven) -> dict[str, float]:
-        """Return the milliseconds per step of each part since the last progress line."""
-        (step, since), self._mark = self._mark, (event.step, event.at)
-        return per_step(since.spent, event.at.spent, event.step - step)
 
     def _note(self, event: Event) -> None:
         if type(event) in self.wanted:
@@ -260,17 +221,19 @@ class Observers:
 
     # ------------------------------------------------------------------ the end
 
-    def summary(self) -> Summary | None:
-        """Wait for the last step, and sum up; None if there was no step, or the config wants no summary."""
+    def summary(self) -> str:
+        """Wait for the last step, and sum up; "" if there was no step, or the config wants no summary."""
         self.clock.lap(self._last_part)
         self.waiter.settle()
         self.clock.lap(DEVICE)
         if self.panel:
             self.panel.stop(keep=True)
         if not (self.completed.totals.steps and self._config.progress.summary):
-            return None
-        profiled = self.profiles.times
-        return Summary.of(self.clock, self.completed, self._files, self.ledger, self._config, self._devices, profiled)
+            return ""
+        seconds = self.clock.total
+        verdict = name_bottleneck(seconds, self._config, self._devices, self.profiles.times)
+        lines = [self.ledger.goodput(), *verdict]
+        return summary_text(seconds, self.clock.cached, self.completed, lines, self._files)
 
     def close(self) -> None:
         """Write what the devices have finished, and end the files."""

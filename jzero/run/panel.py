@@ -180,13 +180,6 @@ class Panel:
             Panel._shown = None
 
 
-def peak_memory() -> tuple[int, int] | None:
-    """Return the peak bytes in use on the fullest device of this process, and its limit; None on CPU devices."""
-    for _, found in fullest_first():
-        return found["peak_bytes_in_use"], found.get("bytes_limit", 0)
-    return None
-
-
 def make_panel(step: TrainStep, busy: Callable[[], bool], completed: CompletedSteps, clock: Clock) -> Panel | None:
     """Make the panel of a run; None where the output is plain text, or the config wants none."""
     open_display = opener(step.config.progress.panel)
@@ -199,10 +192,11 @@ def make_panel(step: TrainStep, busy: Callable[[], bool], completed: CompletedSt
         spent = dict(clock.total)
         time_of_steps = sum(spent.values()) - spent.get(START, 0.0) - spent.get(COMPILE, 0.0)
         waits = {part: spent[part] / time_of_steps for part in (DATA, SCRIPT) if spent.get(part) and time_of_steps > 0}
+        peaks = ((found["peak_bytes_in_use"], found.get("bytes_limit", 0)) for _, found in fullest_first())
         total = None if last is None or completed.number > last else last  # the run goes on after its schedule
         return PanelFacts(
             completed.number, total, completed.metrics, completed.totals.skipped, scaled, completed.recent_speed(),
-            completed.remaining(total), waits, peak_memory(), clock.elapsed, str(slow_work.current() or ""),
+            completed.remaining(total), waits, next(peaks, None), clock.elapsed, str(slow_work.current() or ""),
         )  # fmt: skip
 
     return Panel(read, busy, open_display)

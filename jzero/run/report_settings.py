@@ -15,13 +15,12 @@ from jzero.config.keys import is_replaced
 from jzero.config.screen import FIELDS
 from jzero.config.sizes import BATCH
 from jzero.data.curriculum import curriculum_of
-from jzero.display.text_table import size_text
+from jzero.display.text_table import size_text, value_text
 from jzero.errors import some_of
 from jzero.layout.sharding import ParamLayout
 from jzero.layout.zeropp import BLOCK, SMALLEST_BLOCK, ZeroPlusPlus
 from jzero.mesh import CONTEXT, PIPE, TENSOR, ZERO_AXES, present
 from jzero.planner.advice import undivided_parameters, unsharded
-from jzero.run.report_text import value_text
 from jzero.step.setup import float16_on_cpu
 from jzero.step.train_step import TrainStep
 
@@ -183,15 +182,15 @@ _UNUSED: tuple[tuple[Callable[[TrainStep], object], str], ...] = (
         "activation_checkpoint_interval: without a pipeline every layer is a checkpoint of its own",
     ),
     (
-        lambda step: step.mesh.shape[PIPE] == 1 and _is_checkpointed(step) and not step.setup.passes.facts.layers,
+        lambda step: (
+            step.mesh.shape[PIPE] == 1
+            and (section := step.config.activation_checkpointing) is not None
+            and section.kind != "none"
+            and not step.setup.passes.facts.layers
+        ),
         "activation_checkpointing: the model has no layer stack, so the whole model is one checkpoint",
     ),
 )
-
-
-def _is_checkpointed(step: TrainStep) -> bool:
-    section = step.config.activation_checkpointing
-    return section is not None and section.kind != "none"
 
 
 def fallbacks(step: TrainStep) -> list[str]:

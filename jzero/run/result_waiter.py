@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -30,12 +30,6 @@ class DeviceWork:
         self.end: float | None = None
 
 
-class _Item(NamedTuple):
-    results: Any
-    then: Then | None
-    work: DeviceWork | None
-
-
 class ResultWaiter:
     """Follows results of the devices to their end, in the order in which they were given.
 
@@ -47,7 +41,7 @@ class ResultWaiter:
 
     def __init__(self, follows: bool = True) -> None:
         self.follows = follows
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, Then | None, DeviceWork | None] | None] = queue.SimpleQueue()
         self._works = deque[DeviceWork]()
         self._thread: threading.Thread | None = None
         self._closed, self._lost = False, False
@@ -56,15 +50,13 @@ class ResultWaiter:
         """Follow results from now on."""
         self.follows = True
 
-    def begin(self, part: str) -> DeviceWork | None:
-        """Note that the devices have just been given a program; `give` its results with the work that this returns."""
-        if not self.follows:
-            return None
-        work = DeviceWork(part)
-        self._works.append(work)
-        return work
+    def begin(self, part: str, results: Any) -> None:
+        """Note that the devices have just been given a program, which has ended once its results are there."""
+        if self.follows and not self._closed:
+            self._works.append(DeviceWork(part))
+            self.give(results, None, self._works[-1])
 
-    def give(self, results: Any, then: Then | None = None, work: DeviceWork | None = None) -> None:
+    def give(self, results: Any, then: Then | None, work: DeviceWork | None = None) -> None:
         """Call `then` with the values of `results` once they are there, in the waiter's thread.
 
         Args:
@@ -78,7 +70,7 @@ class ResultWaiter:
             self._thread = threading.Thread(target=self._run, daemon=True, name="jzero follower")
             self._thread.start()
             _open.add(self)
-        self._queue.put(_Item(results, then, work))
+        self._queue.put((results, then, work))
 
     def busy(self) -> bool:
         """Return whether the devices work."""
@@ -126,16 +118,17 @@ class ResultWaiter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            values, failed = None, True
-            with contextlib.suppress(BaseException):  # of the devices: the script gets it too
-                values, failed = jax.device_get(item.results), False  # waits without Python's lock
-            end = time.perf_counter()
-            if item.work is not None and item.work.end is None:
-                item.work.end = end
-            if failed or item.then is None:
-                continue
+            (results, then, work), values = item, None
             try:
-                item.then(values, end)
+                values = jax.device_get(results)  # waits without Python's lock
+            except BaseException:  # of the devices: the script gets it too
+                then = None
+            end = time.perf_counter()
+            if work is not None and work.end is None:
+                work.end = end
+            try:
+                if then is not None:
+                    then(values, end)
             except BaseException as error:  # the thread must go on, or all that waits for it never ends
                 warn(error)
 

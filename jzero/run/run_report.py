@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import jax
 
-from jzero.display.text_table import size_text
+from jzero.display.text_table import align_columns, bullets, size_text, value_text, wrap
 from jzero.distributed.machine import loaded_nccl
 from jzero.errors import escaped, mask, shorten, some_of
+from jzero.layout.sharding import ParamLayout
 from jzero.layout.zeropp import ZeroPlusPlus
 from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, ZERO_AXES, group_size, present
 from jzero.model import STACK, weights_layout
@@ -22,7 +23,6 @@ from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes
 from jzero.planner.traced_collectives import COLUMNS, across_hosts, moves, whole_sequences
 from jzero.planner.traced_matmuls import matmuls
 from jzero.run.report_settings import effective_settings, fallbacks
-from jzero.run.report_text import align_columns, bullets, spec_table, value_text, wrap
 from jzero.step.train_step import TrainStep
 from jzero.stored_names import numberless
 from jzero.values.kinds import as_json
@@ -64,7 +64,7 @@ def report(
     sections = (
         ("jzero run report", _head(step)),
         ("Warnings", bullets(_warnings(step))),
-        ("Layout", spec_table(step)),
+        ("Layout", _spec_table(step)),
         ("Model state per device", _model_state(step)),
         ("Parameter groups", bullets(_groups(step))),
         ("In effect", bullets(effective_settings(step))),
@@ -180,6 +180,40 @@ def _groups(step: TrainStep) -> list[str]:
     if undecayed := [name for group in groups for name in group.undecayed]:
         lines.append(f"no_weight_decay {step.config.optimizer.no_weight_decay}: {members(undecayed)}")  # type: ignore[union-attr]
     return lines
+
+
+MAX_ROWS = 12
+
+
+def _spec_table(step: TrainStep) -> list[str]:
+    """Tabulate the parameters' specs; leaves with a common name prefix share a row."""
+    leaves = sorted(jax.tree.leaves(step.layouts), key=lambda leaf: leaf.name)
+
+    def groups_of(depth: int) -> dict[tuple[str, ...], list[ParamLayout]]:
+        groups: dict[tuple[str, ...], list[ParamLayout]] = {}
+        for leaf in leaves:
+            kind = "" if leaf.trainable else "state" if leaf.state else "frozen"
+            note = ", ".join(filter(None, [kind, "replicated" if leaf.why else ""]))
+            spec = f"P({', '.join(map(repr, leaf.spec))})"
+            groups.setdefault((*numberless(leaf.name).split("/")[:-1][:depth], spec, note), []).append(leaf)
+        return groups
+
+    groups = next((g for depth in (2, 1) if len(g := groups_of(depth)) <= MAX_ROWS), groups_of(0))
+
+    def elements(some: Iterable[ParamLayout]) -> int:
+        return sum(prod(leaf.shape) for leaf in some)
+
+    rows = [["parameters", "leaves", "elements", "spec", ""]]
+    for (*begin, spec, note), members in groups.items():
+        names = {numberless(leaf.name) for leaf in members}
+        name = names.pop() if len(names) == 1 else "/".join([*begin, "*"])
+        rows.append([name, f"{len(members)}", f"{elements(members):,}", spec, note])
+    total = elements(leaves)
+    rows.append(["total", f"{len(leaves)}", f"{total:,}", "", ""])
+    if any("frozen" in row[-1] for row in rows):
+        trained = [leaf for leaf in leaves if leaf.trainable]
+        rows.append(["trained", f"{len(trained)}", f"{elements(trained):,}", "", f"{elements(trained) / total:.2%}"])
+    return align_columns(rows, "<>><<")
 
 
 def _model_state(step: TrainStep) -> list[str]:

@@ -50,9 +50,8 @@ class CompletedSteps:
     @property
     def step_s(self) -> float | None:
         """Mean seconds of the last steps, at most `WINDOW`; None before two have finished."""
-        if len(self.recent) < 2:
-            return None
-        return (self.recent[-1].time - self.recent[0].time) / (len(self.recent) - 1)
+        speed = self.recent_speed()
+        return speed and speed.step
 
     def on(self, event: Event) -> None:
         """Count a step that has ended."""
@@ -102,8 +101,7 @@ class Ideal(NamedTuple):
 
     def utilization(self, totals: Totals, seconds: float) -> float | None:
         """Return the MFU of the steps in `totals`, which took so long; None if their batches differ."""
-        alike = totals.samples == totals.steps * self.amount.samples
-        alike &= totals.tokens == (None if self.amount.tokens is None else totals.steps * self.amount.tokens)
+        alike = (totals.samples, totals.tokens) == self.amount.times(totals.steps)
         return self.seconds * totals.steps / seconds if alike and seconds else None
 
 

@@ -6,6 +6,7 @@ If it does not fit, the error names what is largest and what to change.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def by_module(step: Any) -> str:
     for name, size in leaf_bytes(step).items():
         path = _path(numberless(name).split("/")) if name else (OTHER,)
         for depth in range(len(path) + 1):
-            found[path[:depth]] = _sum(found.get(path[:depth], LeafBytes()), size)
+            found[path[:depth]] = LeafBytes(*map(add, found.get(path[:depth], LeafBytes()), size))
     tree = sorted(found, key=lambda path: (path[:1] == (OTHER,), path))
     host = found[()].host > 0
     columns = ["module", "masters", "optimizer", "parameters", "gradients", "total", *["host"] * host]
@@ -99,10 +100,6 @@ def _path(name: list[str]) -> tuple[str, ...]:
     """Return the module of a parameter; a parameter of the model itself, as "ends/embed", has a row of its own."""
     alone = name[0] in (ENDS, STACK) and len(name) == 2
     return tuple(name if alone else name[:-1])
-
-
-def _sum(a: LeafBytes, b: LeafBytes) -> LeafBytes:
-    return LeafBytes(*map(sum, zip(a, b, strict=True)))
 
 
 def _cells(path: tuple[str, ...], size: LeafBytes, host: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,11 +10,10 @@ import jax
 from jzero.config import Config
 from jzero.errors import escaped
 from jzero.ledger.goodput import duration
-from jzero.ledger.recorder import Recorder
 from jzero.loss import LOSS
 from jzero.profiling.device_times import COLLECTIVES, DeviceTimes
-from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PEERS, PROFILE, SCRIPT, START, Clock
-from jzero.run.speed import CompletedSteps, Speed, Totals
+from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PEERS, PROFILE, SCRIPT, START
+from jzero.run.speed import CompletedSteps
 
 # ------------------------------------------------------------------ what a run waited for most: a table of rules
 
@@ -126,63 +125,34 @@ IN_WORDS = {
 }  # fmt: skip
 
 
-class Summary(NamedTuple):
-    """The figures of a whole run.
+def summary_text(
+    seconds: Mapping[str, float], cached: int, completed: CompletedSteps, verdict: Iterable[str],
+    files: Mapping[str, str],
+) -> str:  # fmt: skip
+    """Sum up a whole run.
 
-    Attributes:
+    Args:
       seconds: {part of the clock: seconds}.
-      totals: what the devices have finished.
-      speed: without start, compile, evaluation and saves.
-      metrics: of the last step.
-      files: {what: where}.
       cached: the programs that were read from the compilation cache instead of compiled.
-      goodput: the line of the ledger; "" without one.
-      verdict: lines about what the run waited for, and what to try.
+      completed: the steps that the devices have finished.
+      verdict: lines about its goodput, what it waited for, and what to try; without a text: none.
+      files: {what: where}.
     """
-
-    seconds: Mapping[str, float]
-    totals: Totals
-    speed: Speed | None
-    metrics: Mapping[str, float]
-    files: Mapping[str, str]
-    cached: int = 0
-    goodput: str = ""
-    verdict: Sequence[str] = ()
-
-    @classmethod
-    def of(
-        cls, clock: Clock, completed: CompletedSteps, files: Mapping[str, str], ledger: Recorder, config: Config,
-        devices: Sequence[jax.Device], profiled: DeviceTimes | None,
-    ) -> Summary:  # fmt: skip
-        """Sum up a run on these devices; `profiled` is the time of a step's parts on one, if that is known."""
-        seconds = clock.total
-        return cls(
-            seconds, completed.totals, completed.training_speed(seconds), completed.metrics, files, clock.cached,
-            ledger.goodput(), name_bottleneck(seconds, config, devices, profiled),
-        )  # fmt: skip
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """{part of the summary: seconds}, the longest first."""
-        found: dict[str, float] = {}
-        for part, spent in self.seconds.items():
-            found[IN_WORDS[part]] = found.get(IN_WORDS[part], 0.0) + spent
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    def __str__(self) -> str:
-        totals, parts = self.totals, self.parts
-        spared = f" ({self.cached} program{'s' if self.cached > 1 else ''} from the cache)" if self.cached else ""
-        after = {IN_WORDS[COMPILE]: spared}
-        listed = " + ".join(f"{name} {duration(s)}{after.get(name, '')}" for name, s in parts.items() if s >= 0.05)
-        count = f"{totals.steps:,} step{'s' if totals.steps > 1 else ''}"
-        lines = [f"jzero: {count} in {duration(sum(parts.values()))}" + (f" = {listed}" if listed else "")]
-        tokens = f", {totals.tokens:,} tokens" if totals.tokens else ""
-        loss = f"; last loss {self.metrics[LOSS]:.4f}" if LOSS in self.metrics else ""
-        rate = f"; {self.speed}" if self.speed else ""
-        lines.append(f"  {totals.samples:,} samples{tokens}{rate}{loss}; {totals.skipped} skipped")
-        if self.goodput:
-            lines.append(f"  {self.goodput}")
-        lines += [f"  {line}" for line in self.verdict]
-        if self.files:
-            lines.append("  " + "; ".join(f"{what} in {where}" for what, where in self.files.items()))
-        return escaped("\n".join(lines))
+    found: dict[str, float] = {}
+    for part, spent in seconds.items():
+        found[IN_WORDS[part]] = found.get(IN_WORDS[part], 0.0) + spent
+    parts, totals = sorted(found.items(), key=lambda item: -item[1]), completed.totals
+    after = {IN_WORDS[COMPILE]: f" ({cached} program{'s' if cached > 1 else ''} from the cache)" if cached else ""}
+    listed = " + ".join(f"{name} {duration(s)}{after.get(name, '')}" for name, s in parts if s >= 0.05)
+    count = f"{totals.steps:,} step{'s' if totals.steps > 1 else ''}"
+    tokens = f", {totals.tokens:,} tokens" if totals.tokens else ""
+    speed = completed.training_speed(seconds)
+    rate = f"; {speed}" if speed else ""
+    loss = f"; last loss {completed.metrics[LOSS]:.4f}" if LOSS in completed.metrics else ""
+    lines = [
+        f"jzero: {count} in {duration(sum(seconds.values()))}" + (f" = {listed}" if listed else ""),
+        f"{totals.samples:,} samples{tokens}{rate}{loss}; {totals.skipped} skipped",
+        *verdict,
+        "; ".join(f"{what} in {where}" for what, where in files.items()),
+    ]
+    return escaped("\n  ".join(filter(None, lines)))

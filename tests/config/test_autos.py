@@ -19,7 +19,7 @@ from jzero.errors import ConfigError
 from jzero.optimizers import parameters
 from jzero.planner import gpu_devices
 from jzero.precision import settle_precision
-from jzero.run.progress import other_precision
+from jzero.run.restore import other_precision
 from models.mlp import MLP, cross_entropy
 
 A = "auto"

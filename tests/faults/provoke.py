@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jzero.models.mlp import MLP, cross_entropy
 
 import jzero
 from jzero.config import Config
@@ -16,6 +15,7 @@ from jzero.data import DataLoader
 from jzero.launcher import options
 from jzero.launcher.hostfile import read_hostfile
 from jzero.launcher.job import make_job
+from jzero.models.mlp import MLP, cross_entropy
 
 Provoke = Callable[[Path], Any]
 

@@ -20,7 +20,7 @@ from jzero.run import clock as clock_module
 from jzero.run import observers, summary
 from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock, Compilations
 from jzero.run.lines import Lines
-from jzero.run.speed import CompletedSteps, Speed, Totals
+from jzero.run.speed import CompletedSteps, Ideal, Totals
 from jzero.run.summary import name_bottleneck
 from jzero.step.batch import Amount, amount_of
 
@@ -112,12 +112,12 @@ def test_skipped_steps_delay_the_end_of_the_schedule():
 
 
 def test_the_parts_of_a_summary_add_up():
-    seconds = {START: 1.0, COMPILE: 62.0, HOST: 2.0, DEVICE: 40.0, CHECKPOINT: 3.0, SCRIPT: 0.01}
-    totals, speed = Totals(20, 160, 81920, 1), Speed(4.0, 2048.0, 2.0, 0.4)
-    found = summary.Summary(seconds, totals, speed, {"loss": 1.5}, {"checkpoints": "runs/a"}, cached=2)
-    assert sum(found.parts.values()) == pytest.approx(sum(seconds.values()), rel=1e-12)
-    assert str(found) == (
-        "jzero: 20 steps in 1 min 48 s = compile 1 min 2 s (2 programs from the cache) + steps 42.0 s + saves 3.0 s"
+    seconds = {START: 1.0, COMPILE: 62.0, HOST: 2.0, DEVICE: 37.99, CHECKPOINT: 3.0, SCRIPT: 0.01}
+    completed = CompletedSteps()
+    completed.recent.append(Totals(20, 160, 81920, 1))
+    completed.ideal, completed.metrics = Ideal(0.8, Amount(8, 4096)), {"loss": 1.5}
+    assert summary.summary_text(seconds, 2, completed, ["", ""], {"checkpoints": "runs/a"}) == (
+        "jzero: 20 steps in 1 min 46 s = compile 1 min 2 s (2 programs from the cache) + steps 40.0 s + saves 3.0 s"
         " + start 1.0 s\n"
         "  160 samples, 81,920 tokens; 4.0 samples/s, 2,048 tokens/s, MFU 40.0 %; last loss 1.5000; 1 skipped\n"
         "  checkpoints in runs/a"
@@ -337,6 +337,6 @@ def test_bf16_is_advised_where_it_is_faster():
 def test_the_verdict_is_part_of_the_summary():
     """Of a run that was long enough."""
     verdict = name_bottleneck(BUSY, config(), GPUS[:1])
-    made = summary.Summary(BUSY, Totals(20, 160, None, 0), None, {}, {}, verdict=verdict)
-    assert [line.split(":")[0].strip() for line in str(made).splitlines()[2:]] == ["compute-bound", "try bf16.enabled"]
+    lines = summary.summary_text(BUSY, 0, CompletedSteps(), verdict, {}).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[2:]] == ["compute-bound", "try bf16.enabled"]
     assert name_bottleneck({part: spent / 10 for part, spent in BUSY.items()}, config(), GPUS[:1]) == []

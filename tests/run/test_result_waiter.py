@@ -29,7 +29,8 @@ class Waits:
 def test_results_come_in_the_order_of_the_devices():
     waiter, found, metric = ResultWaiter(), [], Waits(0.5)
     waiter.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
-    waiter.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])), waiter.begin(DEVICE))
+    waiter.begin(DEVICE, metric)
+    waiter.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])))
     waiter.give(None, lambda values, end: found.append(values))
     assert waiter.busy()
     metric.there.set()
@@ -44,8 +45,10 @@ def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
     monkeypatch.setattr(result_waiter.time, "perf_counter", lambda: now[0])
     waiter, ended = ResultWaiter(), queue.SimpleQueue()
     now[0] = 10.0
-    waiter.give(step, lambda values, end: ended.put(end), waiter.begin(DEVICE))
-    waiter.give(evaluation, lambda values, end: ended.put(end), waiter.begin(EVALUATION))
+    waiter.begin(DEVICE, step)
+    waiter.give(step, lambda values, end: ended.put(end))
+    waiter.begin(EVALUATION, evaluation)
+    waiter.give(evaluation, lambda values, end: ended.put(end))
     assert waiter.worked(8.0, 11.0) == {DEVICE: 1.0}
     now[0] = 13.0
     step.there.set()
@@ -63,7 +66,8 @@ def test_a_result_that_fails_ends_nothing():
     waiter, found = ResultWaiter(), []
     deleted = jnp.ones(2)
     deleted.delete()
-    waiter.give({"loss": deleted}, lambda values, end: found.append(values), waiter.begin(DEVICE))
+    waiter.begin(DEVICE, deleted)
+    waiter.give({"loss": deleted}, lambda values, end: found.append(values))
     waiter.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
     waiter.close()
     assert found == [3.0]
@@ -90,7 +94,7 @@ def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
     """As after the death of a peer, whose collective never completes."""
     monkeypatch.setattr(result_waiter, "_limit", lambda: 0.2)
     waiter, never = ResultWaiter(), Waits(0.0)
-    waiter.give(never)
+    waiter.give(never, print)
     waiter.settle()
     began = time.monotonic()
     monkeypatch.setattr(result_waiter, "_limit", lambda: 600.0)
@@ -105,7 +109,7 @@ import time, jax
 from jzero.run.result_waiter import ResultWaiter
 jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
 waiter = ResultWaiter()
-waiter.give({})
+waiter.give({}, print)
 raise ValueError("bad luck")
 """
 
@@ -129,4 +133,4 @@ def test_a_program_that_fails_waits_for_the_thread():
     """Python would stop the thread inside of JAX, and abort."""
     done = subprocess.run([sys.executable, "-c", AFTER_AN_EXCEPTION], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stdout == "fetched\n"
+    assert done.stdout.startswith("fetched\n")

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.errors import some_of
 from jzero.layout.sharding import ParamLayout, specs
 from jzero.layout.storage import to_device
-from jzero.run.diagnosis.repeat import Repeat
+from jzero.run.diagnosis.repeat import Repeat, is_finite
 from jzero.step.setup import Setup
 from jzero.tree import PyTree
 
@@ -49,28 +49,34 @@ class BadParameter:
 
 def bad_parameters(setup: Setup, params: PyTree) -> list[BadParameter]:
     """Find the parameters that are not finite, on any device of any process. All processes call it."""
-    mesh, leaves = setup.mesh, jax.tree.leaves(setup.layouts)
-    everywhere: Any = PartitionSpec(mesh.axis_names)
+    leaves = jax.tree.leaves(setup.layouts)
 
     def local(masters: PyTree) -> list[jax.Array]:
-        flags = [_finite(layout, x) for layout, x in zip(leaves, jax.tree.leaves(masters), strict=True)]
-        return [jnp.atleast_1d(flag)[None] for flag in flags]
+        return [jnp.atleast_1d(_finite(layout, x)) for layout, x in zip(leaves, jax.tree.leaves(masters), strict=True)]
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=(specs(setup.layouts),), out_specs=everywhere, check_vma=False)
-    found = setup.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
+    found = on_each_device(setup, local, specs(setup.layouts))(params)
     pairs = zip(leaves, map(np.asarray, found), strict=True)
     return [bad for layout, finite in pairs if not finite.all() for bad in _of(setup, layout, finite)]
 
 
+def on_each_device(setup: Setup, look: Callable[[PyTree], PyTree], of: PyTree) -> jax.stages.Wrapped:
+    """Make a program that looks at each device's part of a tree with the specs `of`: results [devices, ...]."""
+    everywhere: Any = PartitionSpec(setup.mesh.axis_names)
+
+    def local(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x[None], look(tree))
+
+    run = jax.shard_map(local, mesh=setup.mesh, in_specs=(of,), out_specs=everywhere, check_vma=False)
+    return setup.jit(run, out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
+
+
 def _finite(layout: ParamLayout, x: jax.Array) -> jax.Array:
-    """Return whether a local part is finite, by layer if it is stacked."""
+    """Return whether a local part is finite, by layer if it is stacked, so that one layer at a time leaves the host."""
 
-    def finite(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.ones((), bool)
-        return jnp.isfinite(to_device(x) if layout.on_host.master or layout.on_host.in_use else x).all()
+    def look(x: jax.Array) -> jax.Array:
+        return is_finite(to_device(x) if layout.on_host.master or layout.on_host.in_use else x)
 
-    return lax.map(finite, x) if layout.stacked else finite(x)
+    return lax.map(look, x) if layout.stacked else look(x)
 
 
 def _of(setup: Setup, layout: ParamLayout, finite: np.ndarray) -> list[BadParameter]:
@@ -164,12 +170,10 @@ class Finding:
         if not self.direction:
             return "repeated, the step is finite: a device computed wrongly, or an operation is not deterministic"
         if self.direction == FORWARD:
-            before = []
-            for place, value in self.largest.items():
-                before.append(f"{place}: {value:.3g}")
-                if place == self.place:
-                    break
-            return f"first in the forward pass: {self.place} (largest absolute values: {'; '.join(before[-4:])})"
+            places = list(self.largest)
+            last = places[: places.index(self.place) + 1][-4:]
+            listed = "; ".join(f"{place}: {self.largest[place]:.3g}" for place in last)
+            return f"first in the forward pass: {self.place} (largest absolute values: {listed})"
         return (
             f"the forward pass is finite; first in the backward pass: {self.place}; "
             f"gradients that are not finite: {some_of(self.gradients)}"
@@ -291,15 +295,10 @@ def bad_rows(rows: Sequence[int], is_bad: Callable[[Sequence[int]], bool], most:
     >>> bad_rows(range(16), lambda some: 3 in some or 12 in some)
     [3, 12]
     """
-    found: list[int] = []
-    groups = [list(rows)]
-    while groups and len(found) < most:
-        group = groups.pop()
-        if not is_bad(group):
-            continue
-        if len(group) == 1:
-            found += group
-            continue
-        middle = len(group) // 2
-        groups += [group[middle:], group[:middle]]
-    return found
+    if most == 0 or not is_bad(rows):
+        return []
+    if len(rows) == 1:
+        return list(rows)
+    middle = len(rows) // 2
+    found = bad_rows(rows[:middle], is_bad, most)
+    return found + bad_rows(rows[middle:], is_bad, most - len(found))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.distributed.host_collectives import Guard
 from jzero.kernels.fp8.delayed_scaling import Histories
-from jzero.layout.sharding import ParamLayout, specs, trainable
+from jzero.layout.sharding import specs, trainable
 from jzero.loss import LOSS, nonzero, read_loss
 from jzero.mesh import batch_parts, batch_spec
 from jzero.model import StackModel
@@ -44,10 +43,10 @@ def largest(tree: PyTree) -> jax.Array:
     return jnp.stack([jnp.zeros(()), *(jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floats(tree))]).max()
 
 
-def finite(tree: PyTree) -> jax.Array:
+def is_finite(tree: PyTree) -> jax.Array:
     """Return whether all floats in a tree are finite, on all devices; a maximum over devices may lose a NaN.
 
-    >>> bool(finite({"x": jnp.array([1.0, jnp.inf]), "ids": jnp.array([1])}))
+    >>> bool(is_finite({"x": jnp.array([1.0, jnp.inf]), "ids": jnp.array([1])}))
     False
     """
     return jnp.stack([jnp.ones((), bool), *(jnp.isfinite(x).all() for x in floats(tree))]).all()
@@ -144,7 +143,7 @@ def _forward(weights: PyTree, x: PyTree) -> tuple[tuple[PyTree, PyTree], None]:
 
 def _backward(_: None, gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     of_weights, of_x = gradients
-    mark = jnp.where(finite([g for g in jax.tree.leaves(of_x) if g.dtype != jax.dtypes.float0]), 0.0, jnp.nan)
+    mark = jnp.where(is_finite([g for g in jax.tree.leaves(of_x) if g.dtype != jax.dtypes.float0]), 0.0, jnp.nan)
 
     def add(g: jax.Array) -> jax.Array:
         return g if g.dtype == jax.dtypes.float0 else g + mark.astype(g.dtype)
@@ -178,7 +177,7 @@ class Repeat:
         rows, whole = NamedSharding(setup.mesh, batch_spec(setup.mesh)), NamedSharding(setup.mesh, REPLICATED)
         self._take = self._take_program()
         self._pick = jax.jit(lambda part, chosen: jax.tree.map(lambda x: x[chosen], part), out_shardings=rows)
-        self._finite = jax.jit(lambda part: jax.tree.map(finite, part), out_shardings=whole)
+        self._finite = jax.jit(lambda part: jax.tree.map(is_finite, part), out_shardings=whole)
         guard = Guard(setup.mesh, setup.config, setup.layouts)
         self._forward = Call("the forward pass of a micro-batch", self._forward_program(), guard)
         self._gradients = Call("the gradients of a micro-batch", self._gradients_program(False), guard)
@@ -237,10 +236,11 @@ class Repeat:
 
     def _forward_program(self) -> Program:
         setup = self.setup
-        model, read = setup.model, partial(_one, setup.model)
         if self.layers:
-            model, read = Probed(setup.model, self.layers), lambda seen: seen  # type: ignore[arg-type,assignment]
-        passes = make_passes(replace(setup, model=model), read)
+            probed: Any = Probed(setup.model, self.layers)  # type: ignore[arg-type]
+            passes = make_passes(replace(setup, model=probed), lambda seen: seen)
+        else:
+            passes = make_passes(setup, lambda value: largest_loss(setup.model, value)[None])
         region = setup.region  # the run's own model decides on auto_cast
 
         def run(
@@ -263,18 +263,11 @@ class Repeat:
         manual = setup.manual(lambda *args: region.gradients(*args).gradients, *rest, out_specs=specs(layouts))
 
         def run(*args: Any) -> PyTree:
-            return jax.tree.map(lambda layout, g: by_layer(layout, g, finite), layouts, manual(*args))
+            return jax.tree.map(
+                lambda layout, g: (jax.vmap(is_finite) if layout.stacked else is_finite)(g), layouts, manual(*args)
+            )
 
         return setup.jit(run, out_shardings=NamedSharding(setup.mesh, REPLICATED))
-
-
-def by_layer(layout: ParamLayout, x: jax.Array, f: Program) -> jax.Array:
-    """Apply f to an array, or to every layer's slice of a stacked one."""
-    return jax.vmap(f)(x) if layout.stacked else f(x)
-
-
-def _one(model: Any, value: Any) -> jax.Array:
-    return largest_loss(model, value)[None]
 
 
 def _tapped(setup: Setup, only_suffix: bool) -> DeviceFunctions:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef, default_registry
 
 from jzero import checkpoint
 from jzero.errors import CheckpointError, ConfigError, escaped, in_a_line, some_of
@@ -59,7 +59,7 @@ def save_replay(output_path: str, repeat: Repeat, found: Finding, samples: Any) 
     }  # fmt: skip
     try:
         batch, extra = repeat.micro_batch(found.micro_batch), fed.extra
-        notes |= {"batch": _outline(batch), "extra": _outline(extra)}
+        notes["structures"] = {"batch": _structure(batch), "extra": _structure(extra)}
         tree = {
             "params": state.params, "batch": jax.tree.leaves(batch), "extra": jax.tree.leaves(extra),
             "key": jax.random.fold_in(state.rng, state.step), "scale": state.loss_scale.scale, "fp8": state.fp8,
@@ -97,8 +97,11 @@ def replay(directory: str | os.PathLike, model: Any) -> Finding:
     path = Path(directory)
     source = checkpoint.Checkpoint.find(path.parent, path.name)
     notes = source.notes
-    if "micro_batch" not in notes:
-        raise ConfigError(f"{directory}: this is a checkpoint, not a saved step; pass non_finite.output_path/step...")
+    if "structures" not in notes:
+        raise ConfigError(
+            f"{directory}: this is a checkpoint, not a saved step, or one of an older jzero; pass "
+            "non_finite.output_path/step..."
+        )
     mesh = make_mesh(devices=jax.local_devices()[:1])
     shapes = jax.eval_shape(_setup(model, notes, mesh, notes["micro"]).model.init, jax.random.key(0))
     ours = {f"params/{name}": tuple(x.shape) for name, x in named(shapes).items()}
@@ -126,13 +129,13 @@ def _repeat(
     replica, micro, replicas = notes["replica"], notes["micro"], notes["replicas"]
     rows = slice(replica * micro, (replica + 1) * micro) if alone else slice(0, replicas * micro)
     setup = _setup(model, notes, mesh, rows.stop - rows.start)
-    batch = jax.tree.map(lambda x: x[rows], _rebuild(notes["batch"], "batch", leaves))
+    batch = jax.tree.map(lambda x: x[rows], _rebuild(notes["structures"]["batch"], "batch", leaves))
     key = leaves["key"] if replicas == 1 else jax.random.fold_in(leaves["key"], replica)
     scale = leaves["scale"] / notes["of"] / (replicas if alone else 1)  # of the mean over the replicas
     scaling = replace(setup.precision.scaler.init(1), scale=scale)
     histories = {name: leaves[f"{delayed_scaling.LEAVES}{name}"] for name in setup.histories}
     state = TrainState(jnp.zeros((), jnp.int32), params, (), scaling, key, histories)
-    fed = StepInput((batch,), _rebuild(notes["extra"], "extra", leaves))
+    fed = StepInput((batch,), _rebuild(notes["structures"]["extra"], "extra", leaves))
     found = Finding(notes["step"], float(notes["loss"]), of=notes["of"])
     found = find_non_finite(Repeat(setup, state, fed, key), found, first=notes["micro_batch"])
     numbers = {"rows": notes["numbers"][rows], "samples": notes["samples"][rows]}
@@ -157,34 +160,19 @@ def main(directory: str, model: str) -> int:
     return 0 if found.direction or found.parameters else 1
 
 
-def _outline(tree: PyTree) -> Any:
-    """Describe a tree's containers in JSON; leaves become their numbers.
+def _structure(tree: PyTree) -> str:
+    """Write a tree's containers as text.
 
     Raises:
       ConfigError: a container that is no dict, list or tuple.
     """
-    numbers = count()
-
-    def one(node: Any) -> Any:
-        if isinstance(node, dict) and all(isinstance(key, str) for key in node):
-            return {"dict": {key: one(node[key]) for key in sorted(node)}}
-        if type(node) in (list, tuple):
-            return {type(node).__name__: [one(child) for child in node]}
-        if node is None:
-            return None
-        if not jax.tree_util.all_leaves([node]):
-            raise ConfigError(f"the batch contains a {type(node).__name__}; a replay takes dicts, lists and tuples")
-        return next(numbers)
-
-    return one(tree)
+    try:
+        return jax.tree.structure(tree).serialize_using_proto().hex()  # type: ignore[attr-defined]  # not in its stubs
+    except ValueError:
+        raise ConfigError("a replay takes batches of dicts with text as keys, lists and tuples alone") from None
 
 
-def _rebuild(outline: Any, name: str, leaves: dict[str, jax.Array]) -> PyTree:
-    """Build the tree of an outline with the leaves `name`/0, `name`/1, ..."""
-    if outline is None or isinstance(outline, int):
-        return None if outline is None else leaves[f"{name}/{outline}"]
-    ((kind, inside),) = outline.items()
-    if kind == "dict":
-        return {key: _rebuild(child, name, leaves) for key, child in inside.items()}
-    children = [_rebuild(child, name, leaves) for child in inside]
-    return tuple(children) if kind == "tuple" else children
+def _rebuild(structure: str, name: str, leaves: dict[str, jax.Array]) -> PyTree:
+    """Build the tree of such a text with the leaves `name`/0, `name`/1, ..."""
+    tree = PyTreeDef.deserialize_using_proto(default_registry, bytes.fromhex(structure))
+    return tree.unflatten([leaves[f"{name}/{i}"] for i in range(tree.num_leaves)])

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint.checksums import checksums
 from jzero.errors import some_of
 from jzero.events import Noticed
 from jzero.loss import LOSS
 from jzero.loss_scale import NonFiniteError
-from jzero.run.diagnosis.non_finite_search import by_part, device_name
+from jzero.run.diagnosis.non_finite_search import by_part, device_name, on_each_device
 from jzero.run.diagnosis.stragglers import Stragglers
 from jzero.run.diagnosis.watch import Taken, Watch, WatchedRun
 from jzero.run.observers import Observers
 from jzero.step.programs import Details
 from jzero.step.train_step import Metrics, TrainStep
 from jzero.step.update import SkipWhen
-from jzero.tree import PyTree, named
+from jzero.tree import named
 
 
 class Checks:
     """Watches the steps of one engine: whether they are finite or spike, whether replicas agree, and who is late.
 
-    A check has `take`, which returns what it keeps of a step that the devices may still compute (None: nothing), and
-    `read`, which looks at what it kept.
+    A check's `take` gets a step that the devices may still compute. It returns a function that reads the results once
+    the next step was given (None: nothing is to be read), and returns the step if the run stops for it.
     """
 
     def __init__(self, step: TrainStep, observers: Observers):
@@ -39,7 +38,7 @@ class Checks:
         self._replicas, self._stragglers = Replicas(step, observers), Stragglers(step, observers)
         others = (self._spikes, self._replicas, self._stragglers)
         self._all = [self._finite, *(check for check in others if check.is_on)]
-        self._kept: list[Any] = []  # of the last step, by each check
+        self._reads: list[Callable[[], Taken | None] | None] = []  # of the last step, by each check
 
     def begin(self, run: WatchedRun) -> SkipWhen:
         """Return the conditions of the next step."""
@@ -51,21 +50,21 @@ class Checks:
         Returns:
           The step before, if it was not finite and the run stops for it.
         """
-        earlier, self._kept = self._kept, []  # an error forgets both steps
-        taken = [check.take(run, metrics, details) for check in self._all]
-        for check, kept in zip(self._all, earlier, strict=False):  # of the first step there is none
-            if kept is not None and check.read(run, kept):
-                return kept
-        self._kept = taken
+        earlier, self._reads = self._reads, []  # an error forgets both steps
+        reads = [check.take(run, metrics, details) for check in self._all]
+        for read in earlier:
+            if read is not None and (stopped := read()):
+                return stopped
+        self._reads = reads
         return None
 
-    def settle(self, run: WatchedRun) -> Taken | None:
+    def settle(self) -> Taken | None:
         """Report what was found about the last step, before its state is saved; return it if the run stops for it."""
-        for i, check in reversed(list(enumerate(self._all[: len(self._kept)]))):  # the one that may stop comes last
+        for i, check in reversed(list(enumerate(self._all[: len(self._reads)]))):  # the one that may stop comes last
             if check is self._replicas or (check is self._finite and self._finite.stops):
-                kept, self._kept[i] = self._kept[i], None
-                if kept is not None and check.read(run, kept):
-                    return kept
+                read, self._reads[i] = self._reads[i], None
+                if read is not None and (stopped := read()):
+                    return stopped
         return None
 
     def explain(self, run: WatchedRun, step: Taken) -> NonFiniteError:
@@ -74,7 +73,7 @@ class Checks:
 
     def restart(self) -> None:
         """Forget the last step: the state was replaced."""
-        self._kept = []
+        self._reads = []
         self._finite.restart()
         self._stragglers.restart()
 
@@ -83,14 +82,6 @@ NORM, SPIKE = "grad_norm", "spike"
 LEAST = 20  # steps, or half of the window if that is more, before the first limit
 FLOOR = 0.01  # of the median: the least deviation, for a run whose values hardly change
 MOST_LINES = 50  # of one run
-
-
-class Given(NamedTuple):
-    """A step that the devices may still compute, and the limits that it got."""
-
-    number: int
-    metrics: Metrics
-    limits: np.ndarray
 
 
 class Spikes:
@@ -117,20 +108,18 @@ class Spikes:
         """Return the largest loss and gradient norm of the next step, if it is skipped above them; else None."""
         return self._limits if self._skips else None
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Given:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Callable[[], None]:
         """Keep a step, with the limits that it got."""
-        return Given(run.global_steps, metrics, self._limits)
+        return partial(self._read, run.global_steps, metrics, self._limits)
 
-    def read(self, run: WatchedRun, step: Given) -> None:
+    def _read(self, number: int, metrics: Metrics, limits: np.ndarray) -> None:
         """Look at a step, and compute the limits of the step after the next."""
-        pair = jax.device_get((step.metrics[LOSS], step.metrics[NORM]))
+        pair = jax.device_get((metrics[LOSS], metrics[NORM]))
         if not all(map(math.isfinite, pair)):
             return
         high = [
             f"{name} {value:.4g} (limit {most:.4g}, median {np.median(values):.4g})"
-            for name, value, most, values in zip(
-                ("loss", "gradient norm"), pair, step.limits, self._values, strict=True
-            )
+            for name, value, most, values in zip(("loss", "gradient norm"), pair, limits, self._values, strict=True)
             if value > most
         ]
         # Spikes count too: should the run stay on a higher level, that becomes the median.
@@ -139,7 +128,7 @@ class Spikes:
         if high and self._lines < MOST_LINES:
             self._lines += 1
             effect = ", the step changed nothing" if self._skips else ""
-            self._observers.emit(Noticed(step.number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}"))
+            self._observers.emit(Noticed(number, SPIKE, f"{SPIKE}: {', '.join(high)}{effect}"))
         if len(self._values[0]) >= max(LEAST, self._window // 2):
             self._limits = np.array([spike_threshold(values, self._threshold) for values in self._values], np.float32)
 
@@ -173,30 +162,20 @@ class Replicas:
         self._step, self._every, self._observers = step, step.config.desync_check.every or 0, observers
         self.is_on = self._every > 0
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> tuple[int, jax.Array] | None:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Callable[[], None] | None:
         """Take the checksums of the state after a step, if a comparison is due."""
         due = run.global_steps % self._every == 0
-        return (run.global_steps, self.sums(run.state)) if due else None
+        return partial(self._read, run.global_steps, self.sums(run.state)) if due else None
 
-    def read(self, run: WatchedRun, kept: tuple[int, jax.Array]) -> None:
+    def _read(self, number: int, sums: jax.Array) -> None:
         """Report the copies that differed when checksums were taken."""
-        number, sums = kept
         if found := self.differing(np.asarray(sums)):
             self._observers.emit(Noticed(number, DIFFER, f"{DIFFER}: {some_of(found, MOST_LEAVES)}"))
 
     @cached_property
     def sums(self) -> Any:
         """The program: a state -> the checksum of each leaf's part on each device, uint32 [devices, leaves]."""
-        mesh = self._step.mesh
-        everywhere: Any = PartitionSpec(mesh.axis_names)
-
-        def local(state: PyTree) -> jax.Array:
-            return checksums(named(state))[None]
-
-        run = jax.shard_map(
-            local, mesh=mesh, in_specs=(self._step.state_specs,), out_specs=everywhere, check_vma=False
-        )  # fmt: skip
-        return self._step.setup.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        return on_each_device(self._step.setup, lambda state: checksums(named(state)), self._step.state_specs)
 
     def differing(self, sums: np.ndarray) -> list[str]:
         """Describe each leaf whose copies differ; `sums` as the program returns it."""

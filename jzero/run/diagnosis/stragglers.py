@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jzero.distributed.host_collectives import gather_texts
 from jzero.errors import some_of
 from jzero.events import Noticed
+from jzero.run.clock import per_step
 from jzero.run.diagnosis.watch import WatchedRun
 from jzero.run.observers import Observers
 from jzero.step.programs import Details
@@ -62,17 +63,13 @@ class Stragglers:
         if self._mark is not None and number <= self._mark[0]:  # a step that is not finite took the run back
             self._mark = None
         if self._mark is not None and number % self._every == 0:
-            since, before = self._mark
-            parts = {part: 1000 * (now[part] - before[part]) / (number - since) for part in STEP}
+            parts = per_step(self._mark[1], now, number - self._mark[0])
             mine = Report(socket.gethostname(), parts, time_matmuls(self._mesh.local_devices))
             reports = [Report(*json.loads(text)) for text in gather_texts("stragglers", json.dumps(mine))]
             for text in late(reports) + slow(reports):
                 self._observers.emit(Noticed(number, STRAGGLER, text))
         if self._mark is None or number % self._every == 0:
             self._mark = number, now
-
-    def read(self, run: WatchedRun, kept: None) -> None:
-        """Do nothing: a comparison waits for no step."""
 
 
 def late(reports: Sequence[Report]) -> list[str]:
@@ -134,9 +131,4 @@ def _time(program: Callable[[jax.Array], jax.Array], device: Any) -> float:
     with jax.default_device(device):
         x = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.bfloat16)
     jax.block_until_ready(program(x))
-    times = []
-    for _ in range(TRIES):
-        start = time.perf_counter()
-        jax.block_until_ready(program(x))
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(lambda: jax.block_until_ready(program(x)), repeat=TRIES, number=1))

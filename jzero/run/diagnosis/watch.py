@@ -7,8 +7,9 @@ changes no parameter. Under "stop" the next one does not either: the parameters 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -87,20 +88,20 @@ class Watch:
             self._mark = _mark(run, jax.tree.map(jnp.copy, run.state.loss_scale))  # the step deletes the state
         return self._frozen
 
-    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Taken:
+    def take(self, run: WatchedRun, metrics: Metrics, details: Details) -> Callable[[], Taken | None]:
         """Keep a step, and where the run is before and after it."""
         before = self._mark
         if details.frozen is not None:
             self._frozen, self._mark = details.frozen, _mark(run, details.loss_scale)
-        return Taken(run.global_steps, metrics, details, before, self._mark)
+        return partial(self._read, Taken(run.global_steps, metrics, details, before, self._mark))
 
-    def read(self, run: WatchedRun, step: Taken) -> bool:
-        """Check a step; return whether the run stops for it."""
+    def _read(self, step: Taken) -> Taken | None:
+        """Check a step; return it if the run stops for it."""
         metrics, scale = step.metrics, step.details.loss_scale
         values = metrics[LOSS], metrics["grad_norm"], metrics["skipped"], scale.stuck, step.details.frozen
         loss, norm, skipped, stuck, frozen = jax.device_get(values)
         if frozen:
-            return True
+            return step
         scaled = self._step.config.fp16.enabled  # whose overflows are part of the search for a scale
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or scaled)
         if bad and not self._in_a_row and self._warnings < MOST_WARNINGS:
@@ -111,7 +112,7 @@ class Watch:
         self._in_a_row = bad
         if stuck:
             check_stuck(scale, self._step.trainable_names)
-        return False
+        return None
 
     def explain(self, run: WatchedRun, step: Taken) -> NonFiniteError:
         """Search a step that stopped the run, which is back where it was; return an error with what was found."""
