@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50366,
+    "lines": 50296,
     "files": 275,
-    "statements": 29607,
+    "statements": 29563,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

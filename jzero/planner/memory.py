@@ -284,13 +284,11 @@ def _in_place(module: HloModule, op: Instruction) -> Iterator[tuple[int, int]]:
 
 def _updated(inside: Computation, op: Instruction) -> int | None:
     """Return the number of the parameter that a fusion's result updates in place, if it does."""
-    while op.opcode in ("bitcast", "copy") and op.operands:
-        op = inside[op.operands[0]]
-    if op.opcode != "dynamic-update-slice":
-        return None
+    updates = False
     while op.opcode in ("bitcast", "dynamic-update-slice", "copy"):
+        updates |= op.opcode == "dynamic-update-slice"
         op = inside[op.operands[0]]
-    return int(op.arguments) if op.opcode == "parameter" else None
+    return int(op.arguments) if updates and op.opcode == "parameter" else None
 
 
 def _outputs(first: list[_Made], op: Instruction) -> list[_Made]:

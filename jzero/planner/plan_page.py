@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jzero.display.figure import GRID, INK, PALE, colour, new_figure
 from jzero.display.page import document, drawing, html_table, styled
 from jzero.display.text_table import size_text
@@ -27,8 +29,6 @@ from jzero.planner.step_time import (
     LOOPS,
     SLOWED,
     StepTime,
-    seconds_of_labels,
-    shares,
 )
 
 if TYPE_CHECKING:
@@ -172,19 +172,18 @@ def timeline_figure(step: StepTime) -> Figure:
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    spent = seconds_of_labels(step.timeline)
+    spent = {key: float(seconds.sum()) for key, seconds in step.timeline.items()}
     streams = [stream for stream in (COPIES, COMMUNICATION, COMPUTE) if any(key[0] == stream for key in spent)]
     lines = -(-len(spent) // COLUMNS)
     figure = new_figure(11, 0.7 + 0.9 * len(streams) + 0.19 * lines)
     axes = figure.add_subplot(xlim=(0, 1000 * step.step_s), ylim=(-0.5, len(streams) - 0.5))
-    edges = [1000 * step.step_s * i / INTERVALS for i in range(INTERVALS + 1)]
-    tops = {stream: [row - 0.4] * INTERVALS for row, stream in enumerate(streams)}
-    parts = shares(step.timeline, 0.0, step.step_s, INTERVALS)
+    edges, each = np.linspace(0, 1000 * step.step_s, INTERVALS + 1), step.step_s / INTERVALS
+    tops = {stream: np.full(INTERVALS + 1, row - 0.4) for row, stream in enumerate(streams)}
     for key in sorted(spent, key=lambda key: (-streams.index(key[0]), key[1] == EXPOSED)):
         (stream, label), below = key, tops[key[0]]
-        tops[stream] = [low + 0.8 * part for low, part in zip(below, parts[key], strict=True)]
+        tops[stream] = below + 0.8 / each * np.append(step.timeline[key], step.timeline[key][-1])
         axes.fill_between(
-            edges, [*below, below[-1]], [*tops[stream], tops[stream][-1]], step="post", linewidth=0,
+            edges, below, tops[stream], step="post", linewidth=0,
             color=_CATEGORIES.get(label, GRID), label=f"{label}: {1000 * spent[key]:,.1f} ms", gid=f"{stream}: {label}",
         )  # fmt: skip
     axes.set_yticks(range(len(streams)), streams)

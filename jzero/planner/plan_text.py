@@ -13,7 +13,7 @@ from jzero.pipeline.draw import draw_text
 from jzero.planner import traced_collectives
 from jzero.planner.collectives import distinct, loops_text
 from jzero.planner.plan_facts import Budget, PlanFacts, PlannedMemory, budget_of
-from jzero.planner.step_time import COMPUTE, EXPOSED, seconds_of_labels
+from jzero.planner.step_time import COMPUTE, EXPOSED
 
 LARGEST = 8  # buffers at the peak
 MOST_MOVES = 24
@@ -184,8 +184,8 @@ def time_rows(plan: PlanFacts) -> list[list[str]]:
     rows += [[f"  {name}", f"{1000 * seconds:,.1f} ms"] for name, seconds in time.step.by.items()]
     rows += [[f"  {EXPOSED}", f"{1000 * time.step.exposed_s:,.1f} ms"]]
     return rows + [
-        [f"{stream}: {name}", f"{1000 * spent:,.1f} ms"]
-        for (stream, name), spent in seconds_of_labels(time.step.timeline).items()
+        [f"{stream}: {name}", f"{1000 * seconds.sum():,.1f} ms"]
+        for (stream, name), seconds in time.step.timeline.items()
         if stream != COMPUTE
     ]
 
