@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50296,
+    "lines": 50264,
     "files": 275,
-    "statements": 29563,
+    "statements": 29544,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,

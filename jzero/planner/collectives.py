@@ -301,11 +301,7 @@ class CollectiveCosts:
         table = rates.gather if kind in ("all-gather", "collective-broadcast") else rates.scatter
         inside = at_most(table, each) if each > 1 else math.inf
         rate = inside if hosts == 1 else min(inside, each * rates.hosts)
-        return Cost(kind, self._latency(kind, n, hosts) + factor * size / rate, bytes=factor * size)
-
-    def _latency(self, kind: str, n: int, hosts: int) -> float:
-        if hosts == 1:  # measured with its hops
-            return self.rates.latency
-        if kind == "all-reduce":
-            return self.rates.latency + 2 * ((n / hosts - 1) * _TREE[0] + math.log2(hosts) * _TREE[1])
-        return self.rates.latency + (n - hosts) * _RING[0] + (hosts - 1) * _RING[1]
+        tree = 2 * ((n / hosts - 1) * _TREE[0] + math.log2(hosts) * _TREE[1])
+        hops = tree if kind == "all-reduce" else (n - hosts) * _RING[0] + (hosts - 1) * _RING[1]
+        latency = rates.latency + (hops if hosts > 1 else 0.0)  # inside a host it is measured with its hops
+        return Cost(kind, latency + factor * size / rate, bytes=factor * size)

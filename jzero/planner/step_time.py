@@ -23,7 +23,7 @@ from jzero.errors import ConfigError
 from jzero.planner.collectives import CollectiveCosts, is_collective
 from jzero.planner.hlo import Computation, Instruction, UnreadableProgram, read_hlo
 from jzero.planner.kernel_costs import HOST, Cost, Kernels
-from jzero.planner.rates import Rates
+from jzero.planner.rates import UNCERTAINTY_F8, Rates
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"  # the streams
 INTERVALS = 100  # of the timeline
@@ -146,7 +146,7 @@ class _Walk:
         timeline = {key: scale * np.diff(s) for key, s in longest}
         compute_s, exposed_s = sum(by.values()), sum(exposed.values())
         sums = self.sums["flops"], self.sums["bytes"], self.sums["wire"]
-        uncertainty = self.rates.uncertainty_f8 if self.kernels.in_f8 else self.rates.uncertainty
+        uncertainty = UNCERTAINTY_F8 if self.kernels.in_f8 else self.rates.uncertainty
         return StepTime(compute_s + exposed_s, compute_s, exposed_s, by, exposed, *sums, uncertainty, timeline)
 
     # ---------------------------------------------------------------- instructions
@@ -262,17 +262,12 @@ class _Walk:
     def _branches(self, op: Instruction) -> None:
         """Take the slowest branch: devices that take others wait for it at the next collective."""
         self._launch()
-        before, slowest = copy.copy(self), None
+        branches = []
         for name in op.called():
-            branch = copy.copy(before)
-            branch.by, branch.exposed, branch.sums = self.by.copy(), self.exposed.copy(), self.sums.copy()
-            branch.free = self.free.copy()
-            branch.segments, branch.flying, branch.waiting = list(self.segments), dict(self.flying), []
+            branches.append(branch := copy.copy(self))
+            branch.__dict__.update({key: v.copy() for key, v in vars(self).items() if isinstance(v, dict | list)})
             branch._walk(name)
-            slowest = branch if slowest is None or branch.compute > slowest.compute else slowest
-        if slowest is None:
-            raise UnreadableProgram(op, "a conditional without branches")
-        self.__dict__.update(slowest.__dict__)
+        self.__dict__.update(vars(max(branches, key=lambda branch: branch.compute)))
 
 
 @dataclass(eq=False)
