@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50264,
+    "lines": 50259,
     "files": 275,
-    "statements": 29544,
+    "statements": 29542,
     "Any": 1170,
     "rooms": 40,
     "floors": 16,
