@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero.planner.hlo import Array, Computation, HloModule, Instruction, UnreadableProgram, root_instructions
 from jzero.planner.rates import Rates, at_most
-from jzero.planner.traced_matmuls import occupied
+from jzero.planner.traced_operations import occupied
 
 PRODUCTS, ATTENTION, ELEMENTWISE, REDUCTIONS = "products", "attention", "elementwise", "reductions"
 TRANSPOSES, COPIES, HOST = "transposes", "copies", "host memory"

@@ -10,9 +10,8 @@ from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, at
 from jzero.display.page import drawing
 from jzero.planner import step_time
 from jzero.planner.gpus import Cluster
+from jzero.planner.plan_display import time_rows, timeline_figure
 from jzero.planner.plan_facts import PlannedTime
-from jzero.planner.plan_page import timeline_figure
-from jzero.planner.plan_text import time_rows
 from jzero.step.batch import Amount
 
 pytest.importorskip("matplotlib")
