@@ -12,7 +12,7 @@ import optax
 from flax import linen
 
 import jzero
-from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_operations import moves
 
 from . import plain
 from .cases import ROWS, Case

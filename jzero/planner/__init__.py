@@ -8,7 +8,7 @@ from jzero.planner.plan import Plan, plan
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import StateBytes, bytes_by_stage, state_bytes
 from jzero.planner.step_time import StepTime, step_time
-from jzero.planner.traced_matmuls import Matmul, Matmuls, matmuls
+from jzero.planner.traced_operations import Matmul, Matmuls, matmuls
 
 __all__ = [
     "GPUS",

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jzero.config.sizes import MICS, group_degrees
 from jzero.display.text_table import size_text
 from jzero.errors import some_of
-from jzero.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, degrees_text, present
+from jzero.mesh import CONTEXT, DATA, GROUP_AXES, TENSOR, ZERO_AXES, degrees_text, present, spans_hosts
+from jzero.model import ENDS, Inputs, StackModel, stack_functions
 from jzero.planner.candidates import MESH_DATA, MESH_ZERO, Candidate, keys_as_json
 from jzero.planner.collectives import Collectives
 from jzero.planner.gpus import GPU
 from jzero.planner.state_bytes import leaf_bytes
-from jzero.planner.traced_collectives import TracedCollective, TracedCollectives
-from jzero.planner.traced_matmuls import Matmuls
+from jzero.planner.traced_operations import Matmuls, TracedCollective, TracedCollectives
 from jzero.spread.matmuls import WHOLE_FACTOR
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
@@ -154,6 +155,61 @@ def unsharded(step: TrainStep) -> Iterator[str]:
     if stage and fix:
         key = group_degrees(step.config)["zero"][0]
         yield f"zero_optimization.stage = {stage} shards nothing: {key} = 1; fix: {keys_as_json(fix)}"
+
+
+def group_advice(step: TrainStep, traced: jax.stages.Traced, found: TracedCollectives) -> list[str]:
+    """List the warnings about devices that act as one, whose collectives in the trace are `found`."""
+    attention = step.setup.config.context_parallel.attention
+    return [
+        *whole_sequences(step, traced),
+        *gathered_sequences(found, step.mesh, attention),
+        *across_hosts(found, step.mesh),
+    ]
+
+
+def across_hosts(found: TracedCollectives, mesh: Mesh) -> Iterator[str]:
+    """Warn where devices of several hosts act as one."""
+    if axes := [axis for axis in present(mesh, *GROUP_AXES) if spans_hosts(mesh, axis)]:
+        asked, size = degrees_text(mesh, axes), sum(move.total for move in found.all if set(axes) & set(move.axes))
+        yield (
+            f"{asked}: devices of several hosts act as one; each moves {size_text(size)} per step at the speed of "
+            "the network; fix: degrees of expert, context and tensor whose product divides the number of GPUs of a host"
+        )
+
+
+def whole_sequences(step: TrainStep, traced: jax.stages.Traced) -> Iterator[str]:
+    """Warn where an axis does not divide the sequence: of the batch, or between the layers of a stack.
+
+    Args:
+      traced: the step, which knows the shapes of the batch.
+    """
+    model, mesh, (_, *inputs) = step.model, step.mesh, traced.args_info[0]
+    axes = present(mesh, CONTEXT, TENSOR)
+    (batch, *_), extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs[:2])
+    if not isinstance(model, StackModel):
+        degree = mesh.shape[CONTEXT]
+        tokens = [x for x in jax.tree.leaves(batch) if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)]
+        for length in sorted({x.shape[1] for x in tokens if x.shape[1] % degree}):
+            yield (
+                f"mesh.{CONTEXT} = {degree} does not divide the sequence of {length}: every device computes the "
+                f"whole of it; fix: a length that is a multiple of {degree}"
+            )
+    if not axes or not isinstance(model, StackModel):
+        return
+    prefix = stack_functions(model)[0]
+    ends = step.setup.weight_shapes[ENDS]
+    x = jax.eval_shape(lambda ends, batch, extra: prefix(ends, Inputs(batch, extra), None)[0], ends, batch, extra)
+    for length in sorted({leaf.shape[1] for leaf in jax.tree.leaves(x) if leaf.ndim > 2}):
+        divided = 1
+        for axis in axes:
+            if length % (divided * mesh.shape[axis]):
+                yield (
+                    f"mesh.{axis} = {mesh.shape[axis]} does not divide the sequence of {length // divided} between "
+                    "layers: every device repeats the norms and residuals; fix: a length that is a "
+                    f"multiple of {divided * mesh.shape[axis]}"
+                )
+            else:
+                divided *= mesh.shape[axis]
 
 
 def gathered_sequences(found: TracedCollectives, mesh: Mesh, attention: str = "auto") -> Iterator[str]:

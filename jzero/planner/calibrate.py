@@ -65,19 +65,8 @@ class Sizes:
         """The shape of the Llama, a LlamaConfig."""
         return importlib.import_module("jzero.models.llama").preset(self.preset, num_layers=self.layers)
 
-    def matrices(self) -> list[tuple[int, int]]:
-        """Return (inputs, outputs) of a layer's four matrices: qkv, output, gate and up, down."""
-        s = self.shape
-        qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        return [(s.d_model, qkv), (s.d_model, s.d_model), (s.d_model, 2 * s.d_ff), (s.d_ff, s.d_model)]
-
 
 SMALL_GPU = Sizes(preset="1b", rows=1, array=2**28)  # for GPUs of less than 40 GiB
-
-
-def attention_kernel(device: jax.Device) -> Literal["cudnn", "xla"]:
-    """Return the attention that a device runs: cuDNN's needs Ampere or later."""
-    return "cudnn" if device.platform == "gpu" and float(device.compute_capability) >= 8.0 else "xla"
 
 
 def measured_ratio(devices: list[jax.Device], rates: Rates, sizes: Sizes) -> float:
@@ -187,7 +176,9 @@ def hot_seconds(f: Callable, *args: object, seconds: float) -> float:
 
 def _products(rates: Rates, sizes: Sizes) -> Rates:
     """Measure the twelve products of a layer, forward and backward."""
-    key, matrices = jax.random.key(0), sizes.matrices()
+    key, shape = jax.random.key(0), sizes.shape
+    d, ff, width = shape.d_model, shape.d_ff, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    matrices = (d, width), (d, d), (d, 2 * ff), (ff, d)  # inputs and outputs of qkv, output, gate and up, down
     tokens, normal = sizes.rows * sizes.sequence, partial(jax.random.normal, dtype=jnp.bfloat16)
     operands = [(normal(key, (tokens, k)), normal(key, (k, n)), normal(key, (tokens, n))) for k, n in matrices]
     products = jax.jit(lambda operands: [(x @ w, g @ w.T, x.T @ g) for x, w, g in operands])
@@ -199,7 +190,9 @@ def _products(rates: Rates, sizes: Sizes) -> Rates:
 
 def _attention(rates: Rates, sizes: Sizes, device: jax.Device) -> Rates:
     """Measure attention at some head widths and two lengths, forward and backward."""
-    kernel, found = attention_kernel(device), list[list[tuple[float, float]]]()
+    newer = device.platform == "gpu" and float(device.compute_capability) >= 8.0  # Ampere, which cuDNN's kernel needs
+    kernel: Literal["cudnn", "xla"] = "cudnn" if newer else "xla"
+    found = list[list[tuple[float, float]]]()
     for width in sizes.head_widths:
         short, long = (_attention_seconds(rates, sizes, kernel, width, length) for length in sizes.lengths)
         found.append([_rate_and_row(*both, sizes.lengths) for both in zip(short, long, strict=True)])

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jzero.planner.gpus import Cluster, described_gpus, gpu_devices
 from jzero.planner.named_models import Shapes, named_model
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import state_bytes
-from jzero.planner.traced_matmuls import matmuls
+from jzero.planner.traced_operations import matmuls
 from jzero.step.train_step import TrainStep, make_train_step
 
 Raw = Mapping[str, Any]  # a config's dict
@@ -77,10 +78,6 @@ def merged(raw: Raw, candidate: Candidate) -> dict[str, Any]:
     return made
 
 
-def lines(candidate: Candidate) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in candidate.items())
-
-
 def keys_as_json(candidate: Candidate) -> str:
     """Write a candidate as keys of a config.
 
@@ -88,6 +85,31 @@ def keys_as_json(candidate: Candidate) -> str:
     '"mesh": {"data": 1, "zero": 8}'
     """
     return json.dumps(merged({}, candidate))[1:-1]
+
+
+def describe_candidate(raw: Raw, candidate: Candidate) -> str:
+    """Describe a candidate in the field's words; `raw` has what the config keeps.
+
+    >>> describe_candidate({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
+    'ZeRO-2, zero 8, micro-batch 2 x 4, policy none'
+    """
+
+    def value(key: str) -> Any:
+        return candidate.get(key, value_at(raw, key))
+
+    axes = {key.removeprefix("mesh."): value(key) or 1 for key in (MESH_PIPE, MESH_DATA, MESH_ZERO)}
+    chunks = f" of {value(CHUNKS)} chunks" if (value(CHUNKS) or 1) > 1 else ""
+    words = {
+        f"ZeRO-{value(STAGE) or 0}": True,
+        **{f"{axis} {degree}": degree > 1 for axis, degree in axes.items()},
+        f"micro-batch {value(MICRO)} x {value(ACCUM)}": True,
+        f"{value(SCHEDULE) or '1f1b'}{chunks}": axes["pipe"] > 1,
+        f"policy {value(POLICY) or 'none'}": True,
+        "stack.unroll false": value(UNROLL) is False,
+        "offload_optimizer": value(OFFLOAD_OPTIMIZER) == "cpu",
+        "offload_param": value(OFFLOAD_PARAM) == "cpu",
+    }
+    return ", ".join(word for word, shown in words.items() if shown)
 
 
 @dataclass(frozen=True)
@@ -117,16 +139,16 @@ class SearchSpace:
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield all candidates on the device, the unrolled stack first; a candidate has open keys only."""
+        half = self.precision()
         for mesh, experts, contexts in self._meshes():
-            pipe, replicas = mesh[MESH_PIPE], mesh[MESH_DATA] * mesh[MESH_ZERO] * experts
-            for stage in self._open(STAGE, (0, 1, 2, 3) if mesh[MESH_ZERO] * experts * contexts > 1 else (0,)):
+            several, replicas = mesh[MESH_ZERO] * experts * contexts > 1, mesh[MESH_DATA] * mesh[MESH_ZERO] * experts
+            stages = self._open(STAGE, (0, 1, 2, 3) if several else (0,))
+            policies, sizes = self._open(POLICY, POLICIES), self._sizes(replicas)
+            for stage, schedule, policy, size in product(stages, self._schedules(mesh[MESH_PIPE]), policies, sizes):
                 if mesh[MESH_DATA] > 1 and not stage:
                     continue  # the same program as with all replicas on `zero`
-                for schedule in self._schedules(pipe):
-                    for policy in self._open(POLICY, POLICIES):
-                        for sizes in self._sizes(replicas):
-                            made = {STAGE: stage, **mesh, **schedule, POLICY: policy, **sizes, **self.precision()}
-                            yield {key: value for key, value in made.items() if is_open(self.raw, key)}
+                made = {STAGE: stage, **mesh, **schedule, POLICY: policy, **size, **half}
+                yield {key: value for key, value in made.items() if is_open(self.raw, key)}
 
     def precision(self) -> Candidate:
         """Return half precision, if the config has no precision: bf16, or fp16 on GPUs without it."""
@@ -196,16 +218,13 @@ class Task:
         return named_model(self.model, self.sequence, self.changes)
 
 
-@dataclass
 class Bounds:
     """Lower bounds of the candidates for a task; what they share is computed once."""
 
-    task: Task
-    _states: dict[tuple[object, ...], int] = field(default_factory=dict)
-    _flops: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.raw, (self.model, self.shapes) = self.task.raw, self.task.named
+    def __init__(self, task: Task):
+        self.task, self.raw, (self.model, self.shapes) = task, task.raw, task.named
+        self._states: dict[tuple[object, ...], int] = {}
+        self._flops: dict[str, float] = {}
 
     def memory(self, candidate: Candidate) -> int:
         """Return bytes that every step of the candidate needs on the device."""

@@ -7,7 +7,6 @@ of the source. A computation that is reached twice counts twice.
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -76,23 +75,13 @@ class Collective:
         return math.prod(1 if trips is None else trips for trips in self.loops)
 
 
-@dataclass(frozen=True, repr=False)
-class Collectives:
-    """The collectives of one program. Iterate over it, ``select`` from it, print it.
+class Collectives(tuple[Collective, ...]):
+    """The collectives of one program, a tuple. ``select`` from it, print it.
 
     The totals count a collective in a branch as if it always executed; ``select(in_branch=False)`` excludes it.
     """
 
-    rows: tuple[Collective, ...]
-
-    def __iter__(self) -> Iterator[Collective]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Collective:
-        return self.rows[index]
+    __slots__ = ()
 
     @property
     def launches(self) -> int:
@@ -151,14 +140,12 @@ class Collectives:
         equal = {"kind": kind, "dtype": dtype, "loops": loops, "in_branch": in_branch}
         wanted = {axes} if isinstance(axes, str) else set(axes or ())
         return Collectives(
-            tuple(
-                row
-                for row in self
-                if all(value is None or getattr(row, name) == value for name, value in equal.items())
-                and (axes is None or set(row.axes or ()) == wanted)
-                and (in_loop is None or bool(row.loops) == in_loop)
-                and (op_name is None or op_name in row.op_name)
-            )
+            row
+            for row in self
+            if all(value is None or getattr(row, name) == value for name, value in equal.items())
+            and (axes is None or set(row.axes or ()) == wanted)
+            and (in_loop is None or bool(row.loops) == in_loop)
+            and (op_name is None or op_name in row.op_name)
         )
 
     def __repr__(self) -> str:
@@ -209,7 +196,7 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh | N
     if mesh is not None and mesh.size != module.devices:
         raise ConfigError(f"mesh has {mesh.size} devices, but the program was compiled for {module.devices}")
     found = (executed for executed in module.walk() if is_collective(executed.op))
-    return Collectives(tuple(row for executed in found for row in _rows(executed, module.devices, shape)))
+    return Collectives(row for executed in found for row in _rows(executed, module.devices, shape))
 
 
 def distinct(found: Collectives) -> dict[Collective, int]:
@@ -314,11 +301,7 @@ class CollectiveCosts:
         table = rates.gather if kind in ("all-gather", "collective-broadcast") else rates.scatter
         inside = at_most(table, each) if each > 1 else math.inf
         rate = inside if hosts == 1 else min(inside, each * rates.hosts)
-        return Cost(kind, self._latency(kind, n, hosts) + factor * size / rate, bytes=factor * size)
-
-    def _latency(self, kind: str, n: int, hosts: int) -> float:
-        if hosts == 1:  # measured with its hops
-            return self.rates.latency
-        if kind == "all-reduce":
-            return self.rates.latency + 2 * ((n / hosts - 1) * _TREE[0] + math.log2(hosts) * _TREE[1])
-        return self.rates.latency + (n - hosts) * _RING[0] + (hosts - 1) * _RING[1]
+        tree = 2 * ((n / hosts - 1) * _TREE[0] + math.log2(hosts) * _TREE[1])
+        hops = tree if kind == "all-reduce" else (n - hosts) * _RING[0] + (hosts - 1) * _RING[1]
+        latency = rates.latency + (hops if hosts > 1 else 0.0)  # inside a host it is measured with its hops
+        return Cost(kind, latency + factor * size / rate, bytes=factor * size)

@@ -19,7 +19,7 @@ from jzero.distributed.machine import memory_gb
 from jzero.errors import in_a_line
 from jzero.files import cache_directory
 from jzero.planner.candidates import Candidate, Task, merged
-from jzero.planner.plan import Plan, Prepared, lower_step
+from jzero.planner.plan import Prepared, lower_step
 from jzero.planner.rates import Rates
 
 PROCESS_BYTES = 3 * 2**30  # of host memory that a compiling process takes, at most about
@@ -52,11 +52,6 @@ class Estimate:
     def fits(self) -> bool:
         return 0 < self.peak_bytes <= self.usable_bytes
 
-    @property
-    def margin_bytes(self) -> int:
-        """Bytes that are left on the GPU at the peak."""
-        return self.usable_bytes - self.peak_bytes
-
 
 def estimate(task: Task, candidate: Candidate) -> Estimate:
     """Compile the step of a task's config with a candidate in it, or look its program up in the cache."""
@@ -66,21 +61,19 @@ def estimate(task: Task, candidate: Candidate) -> Estimate:
         path = _cached(prepared, task.rates)
         if path.exists():
             return Estimate(candidate, **json.loads(path.read_text(encoding="utf-8")))
-        found = _figures(prepared.plan(task.rates))
+        plan = prepared.plan(task.rates)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:  # the model's, or XLA's
         return Estimate(candidate, problem=in_a_line(error))
+    memory, names = plan.memory, ("step_s", "samples_per_s", "tokens_per_s_gpu", "mfu", "uncertainty")
+    found: dict[str, Any] = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable.most}
+    found |= {name: getattr(plan.time, name) for name in names} if plan.time else {"problem": plan.time_problem}
+    found["host_bytes"] = memory.host_bytes
     with contextlib.suppress(OSError):  # a cache that cannot be written
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(path)
     return Estimate(candidate, **found)
-
-
-def _figures(plan: Plan) -> dict[str, Any]:
-    memory, names = plan.memory, ("step_s", "samples_per_s", "tokens_per_s_gpu", "mfu", "uncertainty")
-    found = {"peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable.most, "host_bytes": memory.host_bytes}
-    return found | ({name: getattr(plan.time, name) for name in names} if plan.time else {"problem": plan.time_problem})
 
 
 def _cached(prepared: Prepared, rates: Rates) -> Path:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jzero.planner.hlo import Array, Computation, HloModule, Instruction, UnreadableProgram, root_instructions
-from jzero.planner.rates import Rates, Table, at_most
-from jzero.planner.traced_matmuls import occupied
+from jzero.planner.rates import Rates, at_most
+from jzero.planner.traced_operations import occupied
 
 PRODUCTS, ATTENTION, ELEMENTWISE, REDUCTIONS = "products", "attention", "elementwise", "reductions"
 TRANSPOSES, COPIES, HOST = "transposes", "copies", "host memory"
@@ -229,14 +229,10 @@ class Kernels:
         row = rates.row_backward if back else rates.row_forward
         flops = 4.0 * heads * pairs * width * (2.5 if back else 1.0)
         table = rates.attention_backward if back else rates.attention_forward
-        seconds = flops * (1 + row * queries / pairs) / (_at(table, width) * faster) + rates.attention_start
+        widths, by_width = zip(*sorted(table), strict=True)
+        rate = faster * float(np.interp(width, (0, *widths), (0.0, *by_width)))  # below the narrowest, falls with it
+        seconds = flops * (1 + row * queries / pairs) / rate + rates.attention_start
         return Cost(ATTENTION, seconds, flops, _bytes(op.operands, scope) + op.bytes)
-
-
-def _at(table: Table, width: int) -> float:
-    """Interpolate the rate at a head width; below the narrowest, rates fall with the width."""
-    widths, rates = zip(*sorted(table), strict=True)
-    return float(np.interp(width, (0, *widths), (0.0, *rates)))
 
 
 def _precision(product: Instruction, dtype: str) -> tuple[str, float]:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from math import prod
 
 import jax
+import numpy as np
 
 from jzero.planner.hlo import Array, Computation, HloModule, Instruction, read_hlo, root_instructions
-from jzero.planner.traced_matmuls import UNNAMED
+from jzero.planner.traced_operations import UNNAMED
 from jzero.step.train_step import TrainStep
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -192,7 +193,7 @@ def live(text: str) -> Live:
     total, at, made = _peak(module, module.entry, {})
     shapes = Counter((m.array.text, scopes(m.by.op_name) or m.by.opcode, m.bytes) for m in made if m.bytes)
     buffers = [Buffer(n, n * size, shape, name) for (shape, name, size), n in shapes.items()]
-    return Live(total, scopes(at.op_name) or at.opcode if at else "", tuple(sorted(buffers, key=lambda b: -b.bytes)))
+    return Live(total, scopes(at.op_name) or at.opcode if total else "", tuple(sorted(buffers, key=lambda b: -b.bytes)))
 
 
 def scopes(op_name: str) -> str:
@@ -207,7 +208,7 @@ def scopes(op_name: str) -> str:
     return "/".join(parts)
 
 
-Peak = tuple[int, Instruction | None, list[_Made]]
+Peak = tuple[int, Instruction, list[_Made]]
 
 
 def _peak(module: HloModule, computation: str, known: dict[str, Peak]) -> Peak:
@@ -226,22 +227,20 @@ def _peak(module: HloModule, computation: str, known: dict[str, Peak]) -> Peak:
             made.last = i
         for made in values[op.name] if op.root else ():
             made.free = True
-    alive: dict[int, _Made] = {}
-    size, best = 0, (0, None, [])  # type: tuple[int, Peak]
-    for i, op in enumerate(order):
-        for made in values[op.name]:
-            if id(made) not in alive and made.by is op:
-                alive[id(made)] = made
-                size += made.bytes
+    new = {id(made): (i, made) for i, op in enumerate(order) for made in values[op.name] if made.by is op}.values()
+    changes, peaks = np.zeros(len(order) + 1, np.int64), []
+    for first, made in new:
+        changes[first] += made.bytes
+        changes[made.last + 1] -= made.bytes
+    for op, size in zip(order, changes.cumsum(), strict=False):
         # The computations whose buffers are alive while it runs; a fusion has none.
         runs = op.called() if op.opcode in ("while", "conditional", "call", "async-start") else ()
-        inside = max((_peak(module, name, known) for name in runs), key=lambda peak: peak[0], default=(0, None, []))
-        if size + inside[0] > best[0]:
-            best = (size + inside[0], inside[1] or op, [*alive.values(), *inside[2]])
-        for key in [key for key, made in alive.items() if made.last <= i]:
-            size -= alive.pop(key).bytes
-    known[computation] = best
-    return best
+        inside = max((_peak(module, name, known) for name in runs), key=lambda peak: peak[0], default=(0, op, []))
+        peaks.append((int(size) + inside[0], inside[1] if inside[0] else op, inside[2]))
+    at = max(range(len(order)), key=lambda i: peaks[i][0])
+    total, op, inner = peaks[at]
+    known[computation] = total, op, [*(made for first, made in new if first <= at <= made.last), *inner]
+    return known[computation]
 
 
 def _value(module: HloModule, op: Instruction, values: dict[str, list[_Made]]) -> list[_Made]:
@@ -284,13 +283,11 @@ def _in_place(module: HloModule, op: Instruction) -> Iterator[tuple[int, int]]:
 
 def _updated(inside: Computation, op: Instruction) -> int | None:
     """Return the number of the parameter that a fusion's result updates in place, if it does."""
-    while op.opcode in ("bitcast", "copy") and op.operands:
-        op = inside[op.operands[0]]
-    if op.opcode != "dynamic-update-slice":
-        return None
+    updates = False
     while op.opcode in ("bitcast", "dynamic-update-slice", "copy"):
+        updates |= op.opcode == "dynamic-update-slice"
         op = inside[op.operands[0]]
-    return int(op.arguments) if op.opcode == "parameter" else None
+    return int(op.arguments) if updates and op.opcode == "parameter" else None
 
 
 def _outputs(first: list[_Made], op: Instruction) -> list[_Made]:

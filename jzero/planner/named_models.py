@@ -44,8 +44,8 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
     if _is_own(name):
         if changes:
             raise ConfigError(f"--set {changes[0]}: changes a preset or a download only, not {name}")
-        made = _call(name)
-        return made if isinstance(made, tuple) else (made, tokens(sequence))
+        model, shapes = _call(name)
+        return model, shapes or tokens(sequence)
     found = _changed_model(name, changes)
     if found.kind == "vit":
         raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
@@ -56,10 +56,7 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
 
 def model_alone(name: str) -> Model:
     """Return the model of a name for `named_model`, without a batch: one of images, too."""
-    if not _is_own(name):
-        return _made(_changed_model(name, ()))
-    made = _call(name)
-    return made[0] if isinstance(made, tuple) else made
+    return _call(name)[0] if _is_own(name) else _made(_changed_model(name, ()))
 
 
 def _made(found: FoundModel) -> Model:
@@ -150,14 +147,16 @@ def _value(what: str, kind: Any, text: str) -> Any:
     raise ConfigError(f"{what}: {problem}")
 
 
-def _call(name: str) -> Any:
+def _call(name: str) -> tuple[Model, Shapes | None]:
+    """Return the model that the user's function makes, and the function of its batch, if it returns one."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ConfigError(f"--model {name}: must be package.module:function")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)()
+        made = getattr(importlib.import_module(module), function)()
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's module raises
         raise ConfigError(f"--model {name}: {in_a_line(error)}") from None
+    return made if isinstance(made, tuple) else (made, None)

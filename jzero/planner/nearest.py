@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 from jax.sharding import Mesh
@@ -40,29 +41,24 @@ TRIES, WANTED, MOST_DOUBLINGS = 8, 2, 6  # programs that are compiled at most; c
 NOTABLE_SHARE = 0.05  # of the buffers at the peak: worth a line
 
 
-@dataclass(frozen=True)
-class Near:
-    """A configuration that fits: what it changes, and its peak on each device."""
-
-    changes: Candidate
-    peak_bytes: int
-
-
-def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
-    """Compile configurations near that of a step that does not fit, until some do; [] if none does.
+def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[tuple[Candidate, int]]:
+    """Compile configurations near that of a step that does not fit, until some do.
 
     Args:
       batch: a global batch, or its shapes.
       peak: bytes that the step needs on a device.
       most: bytes that there are.
+
+    Returns:
+      What each changes, with its peak on each device; [] if none fits.
     """
-    found: list[Near] = []
+    found: list[tuple[Candidate, int]] = []
     activations, tries = peak - state_bytes(step).least, 0
     with slow_work("looking for the nearest configurations that fit"):
         for candidate in ways(step):
             if len(found) == WANTED or tries == TRIES:
                 break
-            if any(candidate.keys() >= near.changes.keys() for near in found):
+            if any(candidate.keys() >= enough.keys() for enough, _ in found):
                 continue  # more of what is enough
             try:
                 other = _changed(step, candidate)
@@ -75,13 +71,13 @@ def nearest(step: TrainStep, batch: PyTree, peak: int, most: int) -> list[Near]:
             except (ValueError, TypeError, RuntimeError):  # not for this model: a ConfigError, or XLA's own
                 continue
             if needed <= most:
-                found.append(Near(candidate, needed))
+                found.append((candidate, needed))
     return found
 
 
-def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
+def nearest_text(found: list[tuple[Candidate, int]], step: TrainStep, live: Live) -> str:
     """Return the configurations as lines of JSON, and what a tiled loss and rounded moments would not need."""
-    lines = [f"fits with {size_text(near.peak_bytes)}: {json.dumps(merged({}, near.changes))}" for near in found]
+    lines = [f"fits with {size_text(peak)}: {json.dumps(merged({}, changes))}" for changes, peak in found]
     if not found:
         lines = ["no smaller micro-batch, more recomputation, higher stage or offload fits: use more devices"]
     after_layers = sum(b.bytes for b in live.buffers if b.op_name.startswith(f"{SUFFIX}/"))
@@ -101,31 +97,25 @@ def nearest_text(found: list[Near], step: TrainStep, live: Live) -> str:
     return "\n".join(lines)
 
 
-def ways(step: TrainStep) -> Iterator[Candidate]:
-    """Yield what could be changed: one thing at a time, then more and more of it together."""
-    levers = [lever for lever in _levers(step) if any(lever)]
-    for lever in levers:
-        yield from lever
-    together: Candidate = {}
-    for lever in levers:
-        for candidate in lever:
-            together = together | candidate
-            yield dict(together)
+def ways(step: TrainStep) -> list[Candidate]:
+    """List what could be changed: one thing at a time, then more and more of it together."""
+    single = [candidate for candidate in _levers(step) if candidate]
+    return [*single, *accumulate(single, or_)]
 
 
-def _levers(step: TrainStep) -> Iterator[list[Candidate]]:
+def _levers(step: TrainStep) -> Iterator[Candidate]:
     """Yield the candidates of each kind, the cheapest kind first, and of a kind the mildest."""
     sizes, facts, zero = step.batch_sizes, step.setup.passes.facts, step.config.zero_optimization
     halves = [sizes.micro // 2**i for i in range(1, sizes.micro.bit_length())]
     each, sharded = sizes.micro * sizes.accum, over_zero(step)
-    yield [sharded if zero.stage else {}]
-    yield [{TRAIN: sizes.train, MICRO: micro, ACCUM: each // micro} for micro in halves if each % micro == 0]
-    yield [{POLICY: policy} for policy in POLICIES[POLICIES.index(facts.remat.kind) + 1 :]]
+    yield sharded if zero.stage else {}
+    yield from ({TRAIN: sizes.train, MICRO: micro, ACCUM: each // micro} for micro in halves if each % micro == 0)
+    yield from ({POLICY: policy} for policy in POLICIES[POLICIES.index(facts.remat.kind) + 1 :])
     several = sharded or present(step.mesh, *ZERO_AXES)
-    yield [{**sharded, STAGE: stage} for stage in range(zero.stage + 1, 4) if several]
-    yield [{UNROLL: False}] if facts.unrolled else []
-    yield [{STAGE: max(zero.stage, 1), OFFLOAD_OPTIMIZER: "cpu"}]
-    yield [{STAGE: 3, OFFLOAD_PARAM: "cpu"}]
+    yield from ({**sharded, STAGE: stage} for stage in range(zero.stage + 1, 4) if several)
+    yield {UNROLL: False} if facts.unrolled else {}
+    yield {STAGE: max(zero.stage, 1), OFFLOAD_OPTIMIZER: "cpu"}
+    yield {STAGE: 3, OFFLOAD_PARAM: "cpu"}
 
 
 def _changed(step: TrainStep, candidate: Candidate) -> TrainStep:
@@ -145,18 +135,17 @@ def _changed(step: TrainStep, candidate: Candidate) -> TrainStep:
 
 def too_large(plan: PlanFacts) -> str:
     """Return one line about a plan that does not fit: the largest part, and what would fit by the formula."""
-    memory = plan.memory
-    largest = f"largest: {memory.largest}, {size_text(memory.parts[memory.largest])}"
-    return f"{memory.verdict} per GPU; {largest}; {next(_by_formula(plan))}"
+    name, size = max(plan.memory.parts.items(), key=lambda part: part[1])
+    return f"{plan.memory.verdict} per GPU; largest: {name}, {size_text(size)}; {_by_formula(plan)}"
 
 
-def _by_formula(plan: PlanFacts) -> Iterator[str]:
-    """Yield what would fit: a smaller rest, a higher stage, more GPUs; nothing is compiled."""
+def _by_formula(plan: PlanFacts) -> str:
+    """Return what would fit: a smaller rest, a higher stage, or more GPUs; nothing is compiled."""
     step, most, name = plan.step, plan.memory.usable.most, next(name for name, gpu in GPUS.items() if gpu == plan.gpu)
     rest = max(0, plan.memory.peak_bytes - state_bytes(step).total)
     if rest > most:
         policy = (step.config.activation_checkpointing and step.config.activation_checkpointing.policy) or "none"
-        yield (
+        return (
             f"activations and temporaries alone take {size_text(rest)}: take a smaller micro-batch or sequence, or "
             f'another activation_checkpointing.policy than "{policy}"'
         )
@@ -172,10 +161,10 @@ def _by_formula(plan: PlanFacts) -> Iterator[str]:
         for stage, found in stages.items():
             if stage >= step.config.zero_optimization.stage and found.total + rest <= most:
                 on = f" with {keys_as_json(sharded)}" if sharded else ""
-                yield f"ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would fit, by the formula"
+                return f"ZeRO-{stage} on {plan.gpus * times} of these GPUs{on} would fit, by the formula"
     numbers = ", ".join(map(str, excluded))
     apart = f"; not tried: {numbers}, which the config's batch sizes or mesh exclude" if excluded else ""
-    yield f"no ZeRO stage on {either(tried)} of these GPUs would fit, by the formula{apart}"
+    return f"no ZeRO stage on {either(tried)} of these GPUs would fit, by the formula{apart}"
 
 
 def _given(step: TrainStep) -> dict[str, Any]:

@@ -7,30 +7,30 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import optax
 
 from jzero.config import Config
+from jzero.display.page import document
 from jzero.display.slow_work import slow_work
 from jzero.distributed.joining import host_of
 from jzero.errors import ConfigError
 from jzero.mesh import PIPE, group_size, make_mesh, resolve_mesh
 from jzero.model import Model
 from jzero.pictures import html
-from jzero.planner.advice import advice, gathered_sequences, undivided_parameters
+from jzero.planner.advice import advice, group_advice, undivided_parameters
 from jzero.planner.collectives import collectives
-from jzero.planner.gpus import Cluster, gpu, gpu_key
+from jzero.planner.gpus import Cluster, gpu_key
 from jzero.planner.memory import UsableMemory, usable_memory_here
-from jzero.planner.plan_facts import Measured, PlanFacts, PlannedTime, plan_record, planned_memory
-from jzero.planner.plan_page import plan_html, write_page
-from jzero.planner.plan_text import plan_text
+from jzero.planner.plan_display import plan_html, plan_text, plan_title
+from jzero.planner.plan_facts import Measured, PlanFacts, PlannedTime, budget_of, planned_memory
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import deepspeed_estimate, host_reads
 from jzero.planner.step_time import step_time
-from jzero.planner.traced_collectives import across_hosts, moves, whole_sequences
-from jzero.planner.traced_matmuls import BACKWARD, FORWARD, Walk, matmuls
+from jzero.planner.traced_operations import BACKWARD, FORWARD, Walk, matmuls, moves
 from jzero.step.batch import amount_of
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
@@ -44,22 +44,14 @@ class Plan(PlanFacts):
     `PlanFacts` has the attributes: memory, collectives, time, warnings, ...
     """
 
-    def record(self, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
-        """Return everything as JSON values; docs/plan.md documents the keys.
-
-        Args:
-          tokens: a budget to add, as for `PlannedTime.budget`.
-          price: of one GPU for one hour.
-        """
-        return plan_record(self, tokens, price)
-
     def html(self, path: str | os.PathLike, tokens: float | None = None, price: float | None = None) -> None:
         """Write one page that refers to nothing else; arguments as for `record`.
 
         Raises:
           ConfigError: matplotlib is not installed.
         """
-        write_page(self, path, tokens, price)
+        page = document(plan_title(self).splitlines()[0], plan_html(self, budget_of(self, tokens, price)))
+        Path(path).expanduser().write_text(page, encoding="utf-8")
 
     def __repr__(self) -> str:
         speed = f", {1000 * self.time.step_s:.4g} ms a step" if self.time else ""
@@ -149,10 +141,8 @@ def read_plan(prepared: Prepared, compiled: jax.stages.Compiled, there: UsableMe
         problem = str(error)
     warnings = [
         *advice(step, gpu, text, found, matmuls(traced), amount),
-        *whole_sequences(step.model, step.setup.weight_shapes, traced, step.mesh),
-        *gathered_sequences(moved, step.mesh, step.config.context_parallel.attention),
+        *group_advice(step, traced, moved),
         *undivided_parameters(step),
-        *across_hosts(moved, step.mesh),
     ]
     return Plan(
         step=step, gpu=gpu, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, amount=amount,
@@ -167,8 +157,12 @@ def lower_step(
     batch_shapes: PyTree | Callable[[int], PyTree], cluster: Cluster, optimizer: Optimizer = None,
 ) -> Prepared:  # fmt: skip
     """Trace and lower a step for GPUs that need not be there; arguments and errors are those of `plan`."""
-    gpu(cluster.gpu)
-    model, config, optimizer = _resolved(step_or_model, config, optimizer)
+    model = step_or_model
+    if isinstance(model, TrainStep):
+        if model.setup.optimizer.callers and optimizer is None:
+            raise ConfigError("optimizer: the step was made with one of your own; pass it to plan too")
+        config, model = model.config if config is None else config, model.model
+    config = Config.load({} if config is None else config)
     if batch_shapes is None:
         raise ConfigError("batch_shapes: missing; pass the shapes of a global batch, or a function of its size")
     (config, mesh), start = resolve_mesh(config, model, devices=cluster.devices()), time.monotonic()
@@ -178,16 +172,6 @@ def lower_step(
         traced = step.trace(batch)
         lowered = traced.lower()
     return Prepared(step, cluster, batch, traced, lowered, time.monotonic() - start)
-
-
-def _resolved(
-    step_or_model: TrainStep | Model, config: Config | dict | str | None, optimizer: Optimizer
-) -> tuple[Model, Config, Optimizer]:
-    if not isinstance(step_or_model, TrainStep):
-        return step_or_model, Config.load({} if config is None else config), optimizer
-    if step_or_model.setup.optimizer.callers and optimizer is None:
-        raise ConfigError("optimizer: the step was made with one of your own; pass it to plan too")
-    return step_or_model.model, Config.load(step_or_model.config if config is None else config), optimizer
 
 
 @contextlib.contextmanager

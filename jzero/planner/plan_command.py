@@ -6,45 +6,36 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from jzero.config import Config
 from jzero.config.config import read_config
-from jzero.config.sizes import ACCUM, MICRO
 from jzero.display.figure import GRID, INK, colour, new_figure
 from jzero.display.text_table import size_text, text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.planner.candidates import (
-    CHUNKS,
-    MESH_DATA,
-    MESH_PIPE,
-    MESH_ZERO,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
-    POLICY,
-    SCHEDULE,
-    STAGE,
-    UNROLL,
     Candidate,
     Raw,
     Task,
+    describe_candidate,
     is_open,
     merged,
-    value_at,
 )
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import Cluster, gpu
 from jzero.planner.named_models import about, named_model, of_the_model
 from jzero.planner.nearest import nearest, nearest_text, too_large
 from jzero.planner.plan import lower_step, no_compilation_cache
-from jzero.planner.plan_facts import fit_verdict
-from jzero.planner.plan_text import plan_text
+from jzero.planner.plan_display import plan_text
+from jzero.planner.plan_facts import budget_of, fit_verdict
 from jzero.planner.rates import Rates
 from jzero.planner.search import EQUAL, LATE, Search, search_configs, smallest
 from jzero.planner.state_bytes import bytes_by_stage
@@ -101,12 +92,8 @@ def main(args: Namespace) -> int:
         )
     with of_the_model(args.model, args.seq):
         made = lower_step(model, config, shapes, cluster).plan(_rates(args))
-    lines = [about(args.model, args.set)] * bool(about(args.model, args.set))
-    _show(
-        args,
-        lambda: "\n".join([plan_text(made, args.tokens, args.price), *lines]),
-        lambda: made.record(args.tokens, args.price),
-    )
+    text = plan_text(made, budget_of(made, args.tokens, args.price)), about(args.model, args.set)
+    _show(args, "\n".join(filter(None, text)), made.record(args.tokens, args.price))
     if args.html:
         made.html(args.html, args.tokens, args.price)
     if made.memory.fits:
@@ -170,13 +157,12 @@ def _rates(args: Namespace) -> Rates:
     return Rates.load(args.rates) if args.rates else Rates.of(args.gpu)
 
 
-def _show(args: Namespace, text: Callable[[], str], record: Callable[[], Mapping[str, object]]) -> None:
+def _show(args: Namespace, text: str, record: Mapping[str, object]) -> None:
     """Print the text, or with `--json` the record; or write the record into a file beside the text."""
-    if args.json:
-        written = json.dumps(record(), indent=1)
-        print(written) if args.json == "-" else Path(args.json).write_text(written + "\n", encoding="utf-8")
-    if args.json != "-":
-        print(text())
+    written = json.dumps(record, indent=1)
+    if args.json and args.json != "-":
+        Path(args.json).write_text(written + "\n", encoding="utf-8")
+    print(written if args.json == "-" else text)
 
 
 def formula(model: Model, config: Config, cluster: Cluster) -> str:
@@ -220,7 +206,7 @@ def _search(args: Namespace) -> int:
     config, out = merged(raw, best.candidate), args.out or OUT
     Path(out).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     record = {"schema": SCHEMA, "config": config, **record}
-    _show(args, lambda: f"{text}\nwritten: {out}; its plan: {_next(task, out)}", lambda: record)
+    _show(args, f"{text}\nwritten: {out}; its plan: {_next(task, out)}", record)
     if args.frontier:
         frontier_figure(found).savefig(args.frontier)
     return 0
@@ -245,37 +231,13 @@ def _next(task: Task, out: str) -> str:
     )
 
 
-def describe_candidate(raw: Raw, candidate: Candidate) -> str:
-    """Describe a candidate in the field's words; `raw` has what the config keeps.
-
-    >>> describe_candidate({"zero_optimization": {"stage": 2}}, {"mesh.zero": 8, MICRO: 2, ACCUM: 4})
-    'ZeRO-2, zero 8, micro-batch 2 x 4, policy none'
-    """
-
-    def value(key: str) -> Any:
-        return candidate.get(key, value_at(raw, key))
-
-    axes = {key.removeprefix("mesh."): value(key) or 1 for key in (MESH_PIPE, MESH_DATA, MESH_ZERO)}
-    chunks = f" of {value(CHUNKS)} chunks" if (value(CHUNKS) or 1) > 1 else ""
-    words = {
-        f"ZeRO-{value(STAGE) or 0}": True,
-        **{f"{axis} {degree}": degree > 1 for axis, degree in axes.items()},
-        f"micro-batch {value(MICRO)} x {value(ACCUM)}": True,
-        f"{value(SCHEDULE) or '1f1b'}{chunks}": axes["pipe"] > 1,
-        f"policy {value(POLICY) or 'none'}": True,
-        "stack.unroll false": value(UNROLL) is False,
-        "offload_optimizer": value(OFFLOAD_OPTIMIZER) == "cpu",
-        "offload_param": value(OFFLOAD_PARAM) == "cpu",
-    }
-    return ", ".join(word for word, shown in words.items() if shown)
-
-
 def row(raw: Raw, found: Estimate, fastest: Estimate | None = None) -> list[str]:
     """Return the cells of one configuration; "=" marks one that is as fast as the fastest, as far as estimates tell."""
     mark = ""
     if fastest and found.step_s and fastest.step_s and found.step_s <= (1 + EQUAL) * fastest.step_s:
         mark = "1" if found is fastest else "="
-    left = size_text(found.margin_bytes) if found.fits else f"-{size_text(-found.margin_bytes)}"
+    margin = found.usable_bytes - found.peak_bytes
+    left = size_text(margin) if found.fits else f"-{size_text(-margin)}"
     speed = f"{found.tokens_per_s_gpu:,.0f}" if found.tokens_per_s_gpu else "-"
     step = f"{1000 * found.step_s:,.0f} ms" if found.step_s else "-"
     return [mark, speed, step, size_text(found.peak_bytes), left, describe_candidate(raw, found.candidate)]

@@ -1,4 +1,4 @@
-"""The facts of a plan, memory and time, that its text and its page show; and its record of JSON values."""
+"""A plan: its memory and time, which its text and its page show; and its record of JSON values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jzero.planner.gpus import GPU, Cluster
 from jzero.planner.memory import FRACTION, Live, Memory, UsableMemory, live, memory
 from jzero.planner.state_bytes import state_bytes
 from jzero.planner.step_time import StepTime
-from jzero.planner.traced_collectives import TracedCollectives
+from jzero.planner.traced_operations import TracedCollectives
 from jzero.step.batch import Amount
 from jzero.step.train_step import TrainStep
 
@@ -27,6 +27,9 @@ PREALLOCATED_SHARE = 0.95  # of XLA's limit, from which it schedules a step to u
 
 ASSUMED = 0.10  # the relative error to expect where a rate is assumed
 SCHEMA = 1
+_SPEED = (
+    "step_s", "uncertainty", "samples_per_s", "tokens_per_s", "tokens_per_s_gpu", "mfu", "useful_flops",
+)  # fmt: skip
 MOST_BUFFERS = 20
 
 
@@ -57,10 +60,6 @@ class PlannedMemory:
     def fits(self) -> bool:
         """Return whether the peak fits into the GPU besides NCCL and CUDA, with XLA's fraction raised if need be."""
         return self.peak_bytes <= self.usable.most
-
-    @property
-    def largest(self) -> str:
-        return max(self.parts, key=lambda part: self.parts[part])
 
     @property
     def verdict(self) -> str:
@@ -239,6 +238,65 @@ class PlanFacts:
         """The pipeline's schedule; None without one."""
         return schedule_of(self.step)
 
+    def record(self, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+        """Return everything as JSON values; docs/plan.md documents the keys.
+
+        Args:
+          tokens: a budget to add, as for `PlannedTime.budget`.
+          price: of one GPU for one hour.
+        """
+        budget = budget_of(self, tokens, price)
+        gpu, step, sizes = self.gpu, self.step, self.step.batch_sizes
+        memory, usable, time, schedule = self.memory, self.memory.usable, self.time, self.schedule
+        layouts, ticks = jax.tree.leaves(step.layouts), ("name", "stages", "micro_batches", "chunks", "ticks")
+        return {
+            "schema": SCHEMA,
+            "versions": {name: version(name) for name in ("jzero", "jax", "jaxlib")},
+            "gpu": {
+                "description": gpu.description, "count": self.gpus, "nodes": self.nodes,
+                "gpus_per_node": self.gpus_per_node, "memory_bytes": gpu.memory, "tflops": gpu.tflops[0],
+                "watts": gpu.watts, "source": gpu.source,
+            },
+            "layout": {
+                "model": repr(step.model), "parameters": sum(prod(layout.shape) for layout in layouts),
+                "stage": step.config.zero_optimization.stage, "precision": step.config.precision,
+                "mesh": dict(step.mesh.shape), "tokens": self.amount.tokens,
+                "batch": {
+                    "global": sizes.train, "micro": sizes.micro, "accumulation": sizes.accum, "replicas": step.replicas,
+                },
+            },
+            "memory": {
+                "peak_bytes": memory.peak_bytes, "parts": dict(memory.parts), "host_bytes": memory.host_bytes,
+                "preallocated_bytes": usable.preallocated, "usable_bytes": usable.most, "fits": memory.fits,
+                "verdict": memory.verdict, "deepspeed_bytes": self.deepspeed_bytes, "temps_bytes": memory.xla.temps,
+                "live_bytes": memory.live.peak_bytes, "live_at": memory.live.at,
+                "live": [asdict(buffer) for buffer in memory.live.buffers[:MOST_BUFFERS]],
+            },
+            "collectives": [
+                {"count": count, "times": row.times} | {name: v for name, v in asdict(row).items() if name != "op_name"}
+                for row, count in distinct(self.collectives).items()
+            ],
+            "moves": [asdict(move) for move in self.moves.all],
+            "whole_arrays": list(self.moves.whole),
+            "time": time and {
+                "rates": time.origin, **{name: getattr(time, name) for name in _SPEED},
+                **{name: getattr(time.step, name) for name in ("compute_s", "exposed_s", "by", "exposed")},
+            },
+            "time_problem": self.time_problem or None,
+            "budget": asdict(budget) if budget else None,
+            "pipeline": schedule and {**{name: getattr(schedule, name) for name in ticks}, "bubble": schedule.bubble()},
+            "parameters": [
+                {
+                    "name": layout.name, "shape": list(layout.shape),
+                    "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in layout.spec],
+                    "trainable": layout.trainable,
+                }
+                for layout in layouts
+            ],
+            "warnings": list(self.warnings),
+            "compile_s": round(self.compile_s, 2),
+        }  # fmt: skip
+
 
 def budget_of(plan: PlanFacts, tokens: float | None, price: float | None) -> Budget | None:
     """Compute what a number of tokens takes; None without one or without an estimate of the time."""
@@ -251,61 +309,3 @@ def schedule_of(step: TrainStep) -> PipelineSchedule | None:
     if stages == 1:
         return None
     return make_schedule(pipeline.schedule, stages, step.batch_sizes.accum, pipeline.chunks)
-
-
-def plan_record(plan: PlanFacts, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
-    """Return a plan as JSON values; `tokens` and `price` as for `Plan.record`."""
-    budget, gpu, step, sizes = budget_of(plan, tokens, price), plan.gpu, plan.step, plan.step.batch_sizes
-    memory, usable, time, schedule = plan.memory, plan.memory.usable, plan.time, plan.schedule
-    layouts = jax.tree.leaves(step.layouts)
-    ticks = ("name", "stages", "micro_batches", "chunks", "ticks")
-    return {
-        "schema": SCHEMA,
-        "versions": {name: version(name) for name in ("jzero", "jax", "jaxlib")},
-        "gpu": {
-            "description": gpu.description, "count": plan.gpus, "nodes": plan.nodes,
-            "gpus_per_node": plan.gpus_per_node, "memory_bytes": gpu.memory, "tflops": gpu.tflops[0],
-            "watts": gpu.watts, "source": gpu.source,
-        },
-        "layout": {
-            "model": repr(step.model), "parameters": sum(prod(layout.shape) for layout in layouts),
-            "stage": step.config.zero_optimization.stage, "precision": step.config.precision,
-            "mesh": dict(step.mesh.shape), "tokens": plan.amount.tokens,
-            "batch": {
-                "global": sizes.train, "micro": sizes.micro, "accumulation": sizes.accum, "replicas": step.replicas,
-            },
-        },
-        "memory": {
-            "peak_bytes": memory.peak_bytes, "parts": dict(memory.parts), "host_bytes": memory.host_bytes,
-            "preallocated_bytes": usable.preallocated, "usable_bytes": usable.most, "fits": memory.fits,
-            "verdict": memory.verdict, "deepspeed_bytes": plan.deepspeed_bytes, "temps_bytes": memory.xla.temps,
-            "live_bytes": memory.live.peak_bytes, "live_at": memory.live.at,
-            "live": [asdict(buffer) for buffer in memory.live.buffers[:MOST_BUFFERS]],
-        },
-        "collectives": [
-            {"count": count, "times": row.times} | {name: v for name, v in asdict(row).items() if name != "op_name"}
-            for row, count in distinct(plan.collectives).items()
-        ],
-        "moves": [asdict(move) for move in plan.moves.all],
-        "whole_arrays": list(plan.moves.whole),
-        "time": time and {
-            "step_s": time.step_s, "uncertainty": time.uncertainty, "rates": time.origin,
-            "samples_per_s": time.samples_per_s, "tokens_per_s": time.tokens_per_s,
-            "tokens_per_s_gpu": time.tokens_per_s_gpu, "mfu": time.mfu, "useful_flops": time.useful_flops,
-            "compute_s": time.step.compute_s, "exposed_s": time.step.exposed_s, "by": dict(time.step.by),
-            "exposed": dict(time.step.exposed),
-        },
-        "time_problem": plan.time_problem or None,
-        "budget": asdict(budget) if budget else None,
-        "pipeline": schedule and {**{name: getattr(schedule, name) for name in ticks}, "bubble": schedule.bubble()},
-        "parameters": [
-            {
-                "name": layout.name, "shape": list(layout.shape),
-                "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in layout.spec],
-                "trainable": layout.trainable,
-            }
-            for layout in layouts
-        ],
-        "warnings": list(plan.warnings),
-        "compile_s": round(plan.compile_s, 2),
-    }  # fmt: skip

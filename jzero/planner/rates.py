@@ -14,6 +14,7 @@ from jzero.planner.gpus import GPU, gpu
 
 MEASURED: Literal["measured"] = "measured"
 DATA_SHEET: Literal["data sheet"] = "data sheet"
+UNCERTAINTY_F8 = 0.10  # of a step that multiplies in fp8: nine took 3 to 11 % longer (2026-11-28-two-h200.md)
 _SHARE = 0.70  # of a data sheet's FLOP/s that products sustain in a step (0.69 on the H200, 0.70 on the H100)
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -88,11 +89,6 @@ class Rates:
         """Return the share of a step's time by which an estimate may be off."""
         return 0.04 if self.origin == MEASURED else 0.10
 
-    @property
-    def uncertainty_f8(self) -> float:
-        """Return the same of a step that multiplies in fp8: nine took 3 to 11 % longer (2026-11-28-two-h200.md)."""
-        return 0.10
-
     @classmethod
     def of(cls, name: str) -> Rates:
         """Return the rates of a GPU of `jzero.planner.GPUS`: the measured ones, or those of its data sheet.
@@ -112,12 +108,26 @@ class Rates:
         Raises:
             ConfigError: no such file, not JSON, or a field that is missing, unknown or out of range.
         """
+        given = f"rates = {str(path)!r}"
         try:
-            return _read(Path(path).read_text(), str(path))
+            text = Path(path).read_text()
+            values = json.loads(text)
         except OSError as error:
+            raise ConfigError(f"{given}: {error.strerror}; `jzero calibrate --out FILE` writes it") from error
+        except ValueError as error:
+            raise ConfigError(f"{given}: not JSON: {error}") from error
+        names, there = {f.name for f in fields(cls)}, set(values) if isinstance(values, dict) else set()
+        if names != there:
             raise ConfigError(
-                f"rates = {str(path)!r}: {error.strerror}; `jzero calibrate --out FILE` writes it"
-            ) from error
+                f"{given}: missing {sorted(names - there)}, unknown {sorted(there - names)}; "
+                "write the file with `jzero calibrate --out FILE`"
+            )
+        try:
+            return TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name, why = problem["loc"][0], problem["msg"].removeprefix("Input ")
+            raise ConfigError(f"{path}: {name} = {values[name]!r}: {why}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON, which `load` reads."""
@@ -224,22 +234,3 @@ def _pcie(card: GPU) -> float:
 
 def _times(factor: float, rate: Table | float) -> Table | float:
     return factor * rate if isinstance(rate, float) else tuple((key, factor * value) for key, value in rate)
-
-
-def _read(text: str, path: str) -> Rates:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"rates = {path!r}: not JSON: {error}") from error
-    names, given = {f.name for f in fields(Rates)}, set(values) if isinstance(values, dict) else set()
-    if names != given:
-        raise ConfigError(
-            f"rates = {path!r}: missing {sorted(names - given)}, unknown {sorted(given - names)}; "
-            "write the file with `jzero calibrate --out FILE`"
-        )
-    try:
-        return TypeAdapter(Rates).validate_json(text, strict=True)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = problem["loc"][0]
-        raise ConfigError(f"{path}: {name} = {values[name]!r}: {problem['msg'].removeprefix('Input ')}") from None

@@ -38,7 +38,6 @@ from jzero.planner.candidates import (
     SearchSpace,
     Task,
     is_open,
-    lines,
     value_at,
 )
 from jzero.planner.estimates import Estimate, Pool, estimate
@@ -151,7 +150,7 @@ class _OpenCandidates:
     def __init__(self, bounds: Bounds, candidates: list[Candidate], most: int, every: bool):
         self.bounds, self.open, self.most, self.every = bounds, candidates, most, every
         self.found: list[Estimate] = []
-        self.dropped: Counter[str] = Counter()
+        self.dropped = Counter(dict.fromkeys((INVALID, STATE, SLOW, PREDICTED, SMALLER, LATE), 0))
         self.activations: dict[tuple[object, ...], float] = {}
         self.problem = ""  # of the first candidate that is invalid
         self.wider = self._wider(list(candidates))
@@ -159,7 +158,7 @@ class _OpenCandidates:
     def next(self, running: list[Candidate]) -> Candidate | None:
         """Take the most promising open candidate; None if there is none before one that runs tells more."""
         while True:
-            self._drop()
+            self._close(self._reason)
             probing = {self._kind(candidate) for candidate in running} - self.activations.keys()
             ready = [
                 c
@@ -172,7 +171,7 @@ class _OpenCandidates:
                 return chosen
             if running:
                 return None
-            self._close(PREDICTED, lambda _: True)
+            self._close(lambda _: PREDICTED)
             more = next(self.wider, None)
             if more is None:
                 return None
@@ -187,9 +186,9 @@ class _OpenCandidates:
         beyond = max(0, found.peak_bytes - self.bounds.memory(candidate)) / rows
         self.activations[kind] = min(beyond, self.activations.get(kind, beyond))
         if found.fits and not self.every and self.bounds.stages(candidate) == 1:
-            self._close(SMALLER, lambda c: _same(c, candidate) and self._micro(c) < self._micro(candidate))
+            self._close(lambda c: SMALLER if _same(c, candidate) and self._micro(c) < self._micro(candidate) else "")
         if not found.fits:
-            self._close(PREDICTED, lambda c: _same(c, candidate) and self._micro(c) > self._micro(candidate))
+            self._close(lambda c: PREDICTED if _same(c, candidate) and self._micro(c) > self._micro(candidate) else "")
 
     def _wider(self, first: list[Candidate]) -> Iterator[list[Candidate]]:
         """Yield candidates that give up speed for memory: a scanned stack, then state in host memory.
@@ -228,33 +227,28 @@ class _OpenCandidates:
         known = self._kind(candidate) in self.activations
         return round(self._seconds(candidate), 3), *((-micro, stage) if known else (micro, -stage))
 
-    def _drop(self) -> None:
-        """Close the candidates that are known to be too large or too slow."""
-        self._close(INVALID, self._is_invalid)
-        self._close(STATE, lambda c: self.bounds.memory(c) > self.most)
-        if self.every:
-            self._close(PREDICTED, self._is_beaten)
-        elif fastest := min((o.step_s for o in self.fitting() if o.step_s), default=None):
-            self._close(SLOW, lambda c: self.bounds.seconds(c) > fastest)
-            self._close(PREDICTED, lambda c: self._seconds(c) > fastest)
-
-    def _is_beaten(self, candidate: Candidate) -> bool:
-        seconds, peak = self._seconds(candidate), self._peak(candidate)
-        return any(o.step_s and o.step_s < seconds and o.peak_bytes < peak for o in self.found)
-
-    def _close(self, reason: str, drop: Callable[[Candidate], bool]) -> None:
-        kept = [candidate for candidate in self.open if not drop(candidate)]
-        self.dropped[reason] += len(self.open) - len(kept)
-        self.open = kept
-
-    def _is_invalid(self, candidate: Candidate) -> bool:
-        """Return whether a candidate contradicts itself or the model."""
+    def _reason(self, candidate: Candidate) -> str:
+        """Return why a candidate is known to contradict itself, or to be too large or too slow; "" if it is not."""
         try:
-            self.bounds.memory(candidate)
+            state = self.bounds.memory(candidate)
         except ConfigError as error:
             self.problem = self.problem or str(error)
-            return True
-        return False
+            return INVALID
+        fastest = min((o.step_s for o in self.fitting() if o.step_s), default=None)
+        if state > self.most:
+            return STATE
+        if self.every:
+            seconds, peak = self._seconds(candidate), self._peak(candidate)
+            return PREDICTED if any(o.step_s and o.step_s < seconds and o.peak_bytes < peak for o in self.found) else ""
+        if fastest and self.bounds.seconds(candidate) > fastest:
+            return SLOW
+        return PREDICTED if fastest and self._seconds(candidate) > fastest else ""
+
+    def _close(self, why: Callable[[Candidate], str]) -> None:
+        """Drop the open candidates that have a reason."""
+        reasons = [(candidate, why(candidate)) for candidate in self.open]
+        self.dropped.update(reason for _, reason in reasons if reason)
+        self.open = [candidate for candidate, reason in reasons if not reason]
 
     def _peak(self, candidate: Candidate) -> float:
         beyond = self.activations.get(self._kind(candidate), 0.0)
@@ -300,9 +294,10 @@ def nothing_fits(found: Search) -> str:
     least = min(tried, key=lambda one: one.peak_bytes)
     if least.fits:
         return f"no configuration has an estimate of its time: {least.problem}"
+    keys = ", ".join(f"{key} = {value}" for key, value in least.candidate.items())
     return (
         f"{none}: the smallest needs {size_text(least.peak_bytes)} of "
-        f"{size_text(least.usable_bytes)} per GPU ({lines(least.candidate)}); `--fit` finds the smallest cluster"
+        f"{size_text(least.usable_bytes)} per GPU ({keys}); `--fit` finds the smallest cluster"
     )
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config import Config
 from jzero.layout.sharding import ON_DEVICE, ParamLayout, optimizer_layouts, owners
@@ -76,22 +76,15 @@ def bytes_per_device(shapes: PyTree, specs: PyTree, mesh: Mesh) -> int:
 
 
 def _local_bytes(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> int:
-    axes = jax.tree.leaves(tuple(spec))
-    # Exact: a spec only names axes that divide its dimension.
-    return prod(x.shape) // prod(mesh.shape[axis] for axis in axes) * x.dtype.itemsize
+    return prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def gradient_dtype(step: TrainStep, rule: Rule) -> np.dtype:
     """Return the dtype of the gradients that the update reads: of their sum, or of the only micro-batch."""
     precision = step.precision
-    if sums_gradients(step):
+    if step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1:  # a pipeline always sums them
         return jnp.dtype(precision.accum)
     return jnp.dtype(precision.reduce if rule.scatter == "micro_batch" else precision.compute)
-
-
-def sums_gradients(step: TrainStep) -> bool:
-    """Return whether gradients are summed before the update: always in a pipeline, else with several micro-batches."""
-    return step.setup.passes.facts.always_sums or step.batch_sizes.accum > 1
 
 
 def _inside(

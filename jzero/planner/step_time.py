@@ -11,24 +11,35 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jzero.errors import ConfigError
 from jzero.planner.collectives import CollectiveCosts, is_collective
 from jzero.planner.hlo import Computation, Instruction, UnreadableProgram, read_hlo
 from jzero.planner.kernel_costs import HOST, Cost, Kernels
-from jzero.planner.rates import Rates
+from jzero.planner.rates import UNCERTAINTY_F8, Rates
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"  # the streams
-INTERVALS = 100  # that a chart shows
-_FINER = 16  # intervals of a loop's trips in one of the chart's, which then shows no pattern of how they meet
+INTERVALS = 100  # of the timeline
 
 Segment = tuple[str, str, float, float]  # stream, label, start_s, end_s
 Key = tuple[str, str]  # stream, label
 SLOWED, LOOPS, BETWEEN, EXPOSED = "slowed by communication", "loops", "between steps", "exposed communication"
+
+
+class Trips(NamedTuple):
+    """Segments that repeat: those of the first of some trips of a loop, when it starts, and its length."""
+
+    segments: Sequence[Segment | Trips]
+    start: float
+    length: float
+    times: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,8 +54,8 @@ class StepTime:
         exposed: {kind of collective, or "copies", "host memory": seconds} of exposed_s.
         flops, bytes, wire: per device: FLOPs of products and attention, bytes read and written in memory, bytes sent.
         uncertainty: the share by which the estimate may be off.
-        timeline: (stream, label, start_s, end_s), at most some hundred segments. Compute and its waits ("exposed
-            communication") take the whole step; a label's segments add up to its seconds.
+        timeline: {(stream, label): seconds in each of `INTERVALS` equal parts of the step}, the longest first. Compute
+            and its waits ("exposed communication") take the whole step.
     """
 
     step_s: float
@@ -56,7 +67,7 @@ class StepTime:
     bytes: float
     wire: float
     uncertainty: float
-    timeline: list[Segment] = field(compare=False)
+    timeline: dict[Key, np.ndarray] = field(compare=False)
 
     def __repr__(self) -> str:
         parts = {**self.by, **{f"exposed {kind}": seconds for kind, seconds in self.exposed.items()}}
@@ -118,7 +129,7 @@ class _Walk:
         self.compute, self.free = 0.0, {COMMUNICATION: 0.0, COPIES: 0.0}
         self.times = 1
         self.by, self.exposed, self.sums = (defaultdict[str, float](float) for _ in range(3))
-        self.segments: list[Segment] = []
+        self.segments: list[Segment | Trips] = []
         self.flying: dict[str, _Flight] = {}
         self.waiting: list[_Flight] = []
 
@@ -130,10 +141,12 @@ class _Walk:
         self._spend(BETWEEN, self.rates.step)
         by = {name: scale * seconds for name, seconds in _sorted(self.by)}
         exposed = {name: scale * seconds for name, seconds in _sorted(self.exposed)}
-        timeline = [(s, label, scale * a, scale * b) for s, label, a, b in coarse(self.segments)]
+        before = spent(self.segments, np.linspace(0.0, self.compute, INTERVALS + 1))
+        longest = sorted(((key, s) for key, s in before.items() if s[-1]), key=lambda item: -item[1][-1])
+        timeline = {key: scale * np.diff(s) for key, s in longest}
         compute_s, exposed_s = sum(by.values()), sum(exposed.values())
         sums = self.sums["flops"], self.sums["bytes"], self.sums["wire"]
-        uncertainty = self.rates.uncertainty_f8 if self.kernels.in_f8 else self.rates.uncertainty
+        uncertainty = UNCERTAINTY_F8 if self.kernels.in_f8 else self.rates.uncertainty
         return StepTime(compute_s + exposed_s, compute_s, exposed_s, by, exposed, *sums, uncertainty, timeline)
 
     # ---------------------------------------------------------------- instructions
@@ -234,16 +247,13 @@ class _Walk:
         if op.trips:
             self._trip(body)
         if op.trips > 1:
-            rest, start, sent, done = op.trips - 1, self.compute, self.free.copy(), len(self.segments)
+            rest, start, done = op.trips - 1, self.compute, len(self.segments)
             self.times *= rest
             self._trip(body)
             self.times //= rest
             length = self.compute - start
-            self.segments[done:] = repeated(self.segments[done:], start, self.compute, rest)
-            self.compute = start + rest * length
-            for stream in self.free:
-                if self.free[stream] > sent[stream]:
-                    self.free[stream] += (rest - 1) * length
+            self.segments[done:] = [Trips(self.segments[done:], start, length, rest)]
+            self.compute = start + rest * length  # the other streams have done by then what a trip queued
 
     def _trip(self, body: str) -> None:
         self._walk(body)
@@ -252,17 +262,12 @@ class _Walk:
     def _branches(self, op: Instruction) -> None:
         """Take the slowest branch: devices that take others wait for it at the next collective."""
         self._launch()
-        before, slowest = copy.copy(self), None
+        branches = []
         for name in op.called():
-            branch = copy.copy(before)
-            branch.by, branch.exposed, branch.sums = self.by.copy(), self.exposed.copy(), self.sums.copy()
-            branch.free = self.free.copy()
-            branch.segments, branch.flying, branch.waiting = list(self.segments), dict(self.flying), []
+            branches.append(branch := copy.copy(self))
+            branch.__dict__.update({key: v.copy() for key, v in vars(self).items() if isinstance(v, dict | list)})
             branch._walk(name)
-            slowest = branch if slowest is None or branch.compute > slowest.compute else slowest
-        if slowest is None:
-            raise UnreadableProgram(op, "a conditional without branches")
-        self.__dict__.update(slowest.__dict__)
+        self.__dict__.update(vars(max(branches, key=lambda branch: branch.compute)))
 
 
 @dataclass(eq=False)
@@ -281,80 +286,20 @@ def _sorted(parts: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(((name, seconds) for name, seconds in parts.items() if seconds), key=lambda item: -item[1])
 
 
-def coarse(segments: list[Segment], most: int = INTERVALS) -> list[Segment]:
-    """Merge segments to at most `most` equal intervals, in each a segment per label with its share of the time.
+def spent(parts: Sequence[Segment | Trips], moments: np.ndarray) -> dict[Key, np.ndarray]:
+    """Return the seconds that the labels of each stream have taken before some moments.
 
-    >>> coarse([("compute", "a", 0.0, 1.0), ("compute", "a", 1.0, 2.0), ("compute", "b", 2.0, 3.0)])
-    [('compute', 'a', 0.0, 2.0), ('compute', 'b', 2.0, 3.0)]
-    >>> coarse([("compute", "a", 0.0, 1.0), ("compute", "b", 1.0, 2.0), ("compute", "a", 2.0, 4.0)], most=1)
-    [('compute', 'a', 0.0, 3.0), ('compute', 'b', 3.0, 4.0)]
+    >>> spent([Trips([("compute", "a", 1.0, 3.0)], 0.0, 4.0, 2), ("compute", "b", 8.0, 9.0)], np.array([2.0, 8.5]))
+    {('compute', 'a'): array([1., 4.]), ('compute', 'b'): array([0. , 0.5])}
     """
-    found = []
-    begin, end = min((s[2] for s in segments), default=0.0), max((s[3] for s in segments), default=0.0)
-    for stream in (COMPUTE, COMMUNICATION, COPIES):
-        own = _merged([s for s in segments if s[0] == stream and s[3] > s[2]])
-        found += own if len(own) <= most else _merged(_in_intervals(own, begin, end, most))
-    return found
-
-
-def repeated(segments: list[Segment], start: float, end: float, times: int) -> list[Segment]:
-    """Repeat the segments of one trip from `start` to `end`: more trips than a chart shows as fewer, longer ones."""
-    shown = min(times, INTERVALS)
-    if shown * len(segments) > 8 * _FINER * INTERVALS:
-        segments = coarse(segments, _FINER * INTERVALS // shown)
-    longer, length = times / shown, (end - start) * times / shown
-    return [
-        (stream, label, start + i * length + longer * (a - start), start + i * length + longer * (b - start))
-        for i in range(shown)
-        for stream, label, a, b in segments
-    ]
-
-
-def seconds_of_labels(segments: list[Segment]) -> dict[Key, float]:
-    """Sum the seconds of each stream's labels, the longest first."""
-    found: dict[Key, float] = defaultdict(float)
-    for stream, label, start, end in segments:
-        found[stream, label] += end - start
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def shares(segments: list[Segment], first: float, last: float, count: int) -> dict[Key, list[float]]:
-    """Return the share that each label takes of each of `count` equal intervals between two times.
-
-    >>> shares([("compute", "a", 0.0, 1.0), ("compute", "b", 1.0, 3.0)], 0.0, 4.0, 2)
-    {('compute', 'a'): [0.5, 0.0], ('compute', 'b'): [0.5, 0.5]}
-    """
-    width = (last - first) / count
-    found: dict[Key, list[float]] = defaultdict(lambda: [0.0] * count)
-    for stream, label, start, end in segments:
-        i = min(count - 1, int((start - first) / width))
-        while i < count and first + i * width < end:
-            part = min(end, first + (i + 1) * width) - max(start, first + i * width)
-            found[stream, label][i] += max(0.0, part) / width
-            i += 1
-    return dict(found)
-
-
-def _merged(segments: list[Segment]) -> list[Segment]:
-    """Join neighbours of one label."""
-    found: list[Segment] = []
-    for segment in segments:
-        last = found[-1] if found else None
-        if last and last[1] == segment[1] and segment[2] - last[3] < 1e-9:
-            found[-1] = (*last[:3], segment[3])
+    found: dict[Key, np.ndarray] = defaultdict(lambda: np.zeros(moments.shape))
+    for part in parts:
+        if isinstance(part, Trips):
+            done = np.clip((moments - part.start) // part.length, 0, part.times - 1)
+            of_one = np.append(moments - done * part.length, part.start + part.length)
+            for key, before in spent(part.segments, of_one).items():
+                found[key] += before[:-1] + done * before[-1]
         else:
-            found.append(segment)
-    return found
-
-
-def _in_intervals(segments: list[Segment], first: float, last: float, most: int) -> list[Segment]:
-    """Cut one stream's time into intervals; in each the labels follow one another, and then comes what is idle."""
-    width, made = (last - first) / most, []
-    by_label = shares(segments, first, last, most)
-    for i in range(most):
-        at = first + i * width
-        for (stream, label), found in by_label.items():
-            if found[i]:
-                made.append((stream, label, at, at + found[i] * width))
-                at += found[i] * width
-    return made
+            stream, label, start, end = part
+            found[stream, label] += np.clip(moments, start, end) - start
+    return dict(found)

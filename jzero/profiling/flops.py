@@ -14,7 +14,7 @@ from jzero.display.text_table import quantity, text_table
 from jzero.mesh import PIPE
 from jzero.model import STACK, WHOLE
 from jzero.planner.gpus import GPUS
-from jzero.planner.traced_matmuls import OPTIMIZER, Matmul, Walk
+from jzero.planner.traced_operations import OPTIMIZER, Matmul, Walk
 from jzero.step.train_step import TrainStep
 
 Path = tuple[str, ...]

@@ -17,11 +17,10 @@ from jzero.layout.zeropp import ZeroPlusPlus
 from jzero.mesh import BATCH_AXES, EXPERT, GROUP_AXES, PIPE, ZERO_AXES, group_size, present
 from jzero.model import STACK, weights_layout
 from jzero.optimizers import moments
-from jzero.planner.advice import gathered_sequences
+from jzero.planner.advice import group_advice
 from jzero.planner.plan import observed
 from jzero.planner.state_bytes import gradient_dtype, names_in_fp8, state_bytes
-from jzero.planner.traced_collectives import COLUMNS, across_hosts, moves, whole_sequences
-from jzero.planner.traced_matmuls import matmuls
+from jzero.planner.traced_operations import MOVE_COLUMNS, matmuls, moves
 from jzero.run.report_settings import effective_settings, fallbacks
 from jzero.step.train_step import TrainStep
 from jzero.stored_names import numberless
@@ -272,11 +271,9 @@ def _moves(step: TrainStep) -> list[str]:
     if group_size(step.mesh) == 1 or step.traced is None:
         return []
     found = moves(step.traced, step.mesh)
-    lines = align_columns([COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
+    lines = align_columns([MOVE_COLUMNS, *found.rows(MOST_MOVES)], "<<>>><<<") if found.all else []
     whole = [f"ran on whole arrays: {some_of(found.whole, 6)}"] if found.whole else []
-    undivided = whole_sequences(step.model, step.setup.weight_shapes, step.traced, step.mesh)
-    gathered = gathered_sequences(found, step.mesh, step.setup.config.context_parallel.attention)
-    return lines + bullets([*whole, *undivided, *gathered, *across_hosts(found, step.mesh)])
+    return lines + bullets([*whole, *group_advice(step, step.traced, found)])
 
 
 def _half_precision(step: TrainStep) -> list[str]:

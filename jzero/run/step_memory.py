@@ -23,8 +23,8 @@ from jzero.errors import OutOfMemoryError, with_type
 from jzero.model import ENDS, STACK
 from jzero.planner.memory import UsableMemory, memory, usable_memory_here
 from jzero.planner.nearest import nearest, nearest_text
+from jzero.planner.plan_display import live_section, memory_section, section_text
 from jzero.planner.plan_facts import PlannedMemory, planned_memory
-from jzero.planner.plan_text import live_section, memory_section, section_text
 from jzero.planner.state_bytes import LeafBytes, leaf_bytes
 from jzero.step.train_step import TrainStep
 from jzero.step.update import SkipWhen

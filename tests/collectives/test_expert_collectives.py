@@ -9,7 +9,7 @@ import pytest
 from helpers.programs import SMALL, collectives_of, counted, h100s, needs_gpu_programs, of_every_leaf, pairs, traced
 
 import jzero
-from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_operations import moves
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig

@@ -15,7 +15,7 @@ from helpers.programs import collectives_of, counted, h100s, needs_gpu_programs,
 from helpers.tensor_models import BATCH, DIMENSIONS, SEQUENCE, WIDTH, model
 
 import jzero
-from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_operations import moves
 from models.llama import Llama, LlamaConfig
 
 pytestmark = needs_gpu_programs

@@ -30,8 +30,8 @@ from helpers.oracle import largest_error, train
 from helpers.sampling import keep, some
 
 import jzero
+from jzero.planner.advice import whole_sequences
 from jzero.planner.state_bytes import leaf_bytes, state_bytes
-from jzero.planner.traced_collectives import whole_sequences
 from jzero.tree import named
 from models.moe import MixtureConfig
 
@@ -176,7 +176,7 @@ def test_the_length_of_a_sequence_is_not_experts_matter():
     step = make_step(CONFIG, expert=2, unroll=False)
     tokens = jax.ShapeDtypeStruct((BATCH, 7), np.int32)
     traced = step.trace({"inputs": tokens, "labels": tokens})
-    assert list(whole_sequences(step.model, step.setup.weight_shapes, traced, step.mesh)) == []
+    assert list(whole_sequences(step, traced)) == []
 
 
 def test_what_the_report_says_of_experts_that_both_axes_would_divide():

@@ -12,8 +12,7 @@ from helpers.sampling import keep
 from helpers.tensor_models import assert_one_device, batches, make_step
 
 from jzero.errors import ConfigError
-from jzero.planner.traced_collectives import moves
-from jzero.planner.traced_matmuls import BACKWARD, FORWARD
+from jzero.planner.traced_operations import BACKWARD, FORWARD, moves
 
 pytestmark = needs_cuda_compiler  # with which cuDNN comes, whose version JAX asks for
 LAYOUTS = [  # `context_parallel.attention` and the layout: where the heads do not suffice, and where they do

@@ -17,7 +17,7 @@ from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, Block
 
 import jzero
 from jzero.planner.state_bytes import state_bytes
-from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_operations import moves
 from jzero.run.run_report import step_report
 from jzero.tree import named
 

@@ -14,8 +14,7 @@ from helpers.sampling import keep
 from helpers.tensor_models import batches, make_step
 
 import jzero
-from jzero.planner.traced_collectives import moves
-from jzero.planner.traced_matmuls import FORWARD, RECOMPUTED
+from jzero.planner.traced_operations import FORWARD, RECOMPUTED, moves
 
 ROWS, LENGTH, WIDTH, WORDS = 2, 24, 8, 48
 

@@ -10,9 +10,8 @@ from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, at
 from jzero.display.page import drawing
 from jzero.planner import step_time
 from jzero.planner.gpus import Cluster
+from jzero.planner.plan_display import time_rows, timeline_figure
 from jzero.planner.plan_facts import PlannedTime
-from jzero.planner.plan_page import timeline_figure
-from jzero.planner.plan_text import time_rows
 from jzero.step.batch import Amount
 
 pytest.importorskip("matplotlib")
@@ -108,9 +107,7 @@ def test_the_area_of_each_category_is_its_time_in_the_table(step):
 @pytest.mark.parametrize("trips", [1, 3, 3000, 2_000_000])
 def test_a_timeline_keeps_the_seconds_of_each_label(trips):
     step = step_time(program(loop("l", "layer", trips), others=LOOPS), RATES)
-    lengths = {}
-    for stream, label, start, end in step.timeline:
-        lengths[stream, label] = lengths.get((stream, label), 0) + end - start
+    lengths = {key: seconds.sum() for key, seconds in step.timeline.items()}
     assert {label: s for (stream, label), s in lengths.items() if stream == "compute" and label in step.by} == (
         pytest.approx(step.by)
     )

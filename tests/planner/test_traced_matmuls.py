@@ -19,7 +19,7 @@ from jax import lax
 import jzero
 from jzero.attention_kernels import kernel_note
 from jzero.planner import gpu_devices
-from jzero.planner.traced_matmuls import matmuls
+from jzero.planner.traced_operations import matmuls
 from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose
 from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig

@@ -15,7 +15,7 @@ from helpers.sampling import keep, some
 
 import jzero
 from jzero.adapters import nnx_model
-from jzero.planner.traced_matmuls import Walk
+from jzero.planner.traced_operations import Walk
 from jzero.profiling import Module, StepFlops, profiles, step_flops
 from models.attention import attend
 from models.llama import Llama, LlamaConfig

@@ -15,7 +15,7 @@ from helpers.tensor_models import DIMENSIONS, GPT, batches, initial, make_step, 
 import jzero
 from jzero.errors import ConfigError
 from jzero.model import STACK
-from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_operations import moves
 from models.llama import Llama, preset
 
 MEGATRON = {

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 import jzero
 from experiments.resnet import ResNet
 from jzero.model import STACK
-from jzero.planner.traced_collectives import moves
+from jzero.planner.traced_operations import moves
 from jzero.spread import ModelGroup, ShardedArray, spread
 from jzero.spread.division import Table, divided_dims, layer_shapes
 from jzero.tree import named

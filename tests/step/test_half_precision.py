@@ -16,7 +16,7 @@ from jax import lax
 import jzero
 from jzero import planner
 from jzero.model import Inputs
-from jzero.planner.traced_matmuls import matmuls
+from jzero.planner.traced_operations import matmuls
 from jzero.tracing.auto_cast import inputs_of_products
 
 BF16, F32 = jnp.bfloat16, jnp.float32

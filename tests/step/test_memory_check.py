@@ -15,7 +15,7 @@ from jzero.display.text_table import size_text
 from jzero.errors import OutOfMemoryError
 from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
-from jzero.planner.nearest import Near, nearest, ways
+from jzero.planner.nearest import nearest, ways
 from jzero.run import step_memory
 from models.llama import Llama, preset
 
@@ -195,16 +195,16 @@ def test_copies_become_shards_first(passed):
     sharded = {"mesh.data": 1, "mesh.zero": 2}
     fits = peak(merged(config, sharded), num_layers=1)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
-    assert nearest(step, batch, peak_of(step), fits)[0] == Near(sharded, fits)
+    assert nearest(step, batch, peak_of(step), fits)[0] == (sharded, fits)
 
 
 def test_more_of_what_is_enough_is_left_out(monkeypatch):
     """A micro-batch of 4 fits, so one of 2 tells nothing."""
     half, quarter = (dict(zip((MICRO, ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
     full = {"activation_checkpointing.policy": "full"}
-    monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: iter([half, quarter, full]))
+    monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: [half, quarter, full])
     step = jzero.make_train_step(model(num_layers=1), CONFIG, mesh=mesh(2))
-    assert [near.changes for near in nearest(step, BATCH, 2**40, 2**40)] == [half, full]
+    assert [changes for changes, _ in nearest(step, BATCH, 2**40, 2**40)] == [half, full]
 
 
 def test_without_a_stage_copies_become_shards_of_one():

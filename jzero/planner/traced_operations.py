@@ -1,6 +1,8 @@
-"""The matmuls of a traced program: how many run in float32, where, and their share of the FLOPs.
+"""The matmuls and collectives of a traced step: what runs in float32, and what moves between devices that act as one.
 
-Each matmul has the scopes of its operation (`jax.named_scope`), by which `jzero.profiling.flops` adds up modules.
+Each has the scopes of its operation (`jax.named_scope`), by which `jzero.profiling.flops` adds up modules, and the line
+of the model. `jzero.spread` runs a model on shards with collectives of its own, so that the trace has them all, forward
+and backward, before anything is compiled. XLA may combine some, or remove what is computed twice.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import jax
@@ -17,11 +19,18 @@ import numpy as np
 from jax.lax import DotAlgorithmPreset
 
 from jzero._compat import without_dead_code
+from jzero.display.text_table import size_text
 from jzero.kernels.trace import Equation
+from jzero.mesh import GROUP_AXES, present
 from jzero.moe.expert_layer import OCCUPIED
+from jzero.passes.gradients import COUNT, REDUCE
+from jzero.spread.matmuls import WHOLE_FACTOR
+from jzero.spread.rules import WHOLE_ARRAYS, WHOLE_BACKWARD
 from jzero.step.update import SCOPE as UPDATE
+from jzero.tiling import CUT
 from jzero.tracing.auto_cast import SCOPE as AUTO_CAST
 from jzero.tracing.equations import UNREAD, TracedOperation, operations
+from jzero.tracing.source_lines import source_line
 
 _HALF = (
     DotAlgorithmPreset.F16_F16_F16,
@@ -149,32 +158,30 @@ class Walk:
         self.cast: dict[str, None] = {}
         self.scopes: dict[tuple[str, ...], None] = {}
         self.unread = Counter[str]()
-        self._guessed: dict[TracedOperation, None] = {}
+        guessed: dict[TracedOperation, None] = {}
         for operation in operations(without_dead_code(traced.jaxpr)):
-            self._note(operation)
-        self.guesses = Counter(operation.name for operation in self._guessed)
-
-    def _note(self, operation: TracedOperation) -> None:
-        eqn, scope, runs = operation.eqn, operation.scope, operation.times * operation.share
-        if AUTO_CAST in scope:
-            self.cast[scope.partition(AUTO_CAST)[2]] = None
-        if operation.name in UNREAD:
-            self.unread[operation.name] += operation.times
-            return
-        part, names = part_of(scope), names_of(scope)
-        if part != OPTIMIZER:
-            self.scopes[names] = None
-        for flops, which in _work(eqn, part, occupied(scope)):
-            fused = operation.name in _ATTENTION
-            size = runs * sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars))
-            # XLA computes a product in the widest dtype of the operands, unless told otherwise.
-            wide = eqn.params.get("precision") not in _HALF and max(x.aval.dtype.itemsize for x in eqn.invars[:2]) > 2
-            self.found.append(Matmul(operation.line, wide, operation.times, runs * flops, size, names, which, fused))
-            at = operation.outer
-            while at:
-                if at.name in ("cond", "while"):
-                    self._guessed[at] = None
-                at = at.outer
+            eqn, scope, runs = operation.eqn, operation.scope, operation.times * operation.share
+            if AUTO_CAST in scope:
+                self.cast[scope.partition(AUTO_CAST)[2]] = None
+            if operation.name in UNREAD:
+                self.unread[operation.name] += operation.times
+                continue
+            part, names, times = part_of(scope), names_of(scope), operation.times
+            if part != OPTIMIZER:
+                self.scopes[names] = None
+            for flops, which in _work(eqn, part, occupied(scope)):
+                fused = operation.name in _ATTENTION
+                size = runs * sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars))
+                # XLA computes a product in the widest dtype of the operands, unless told otherwise.
+                widest = max(x.aval.dtype.itemsize for x in eqn.invars[:2])
+                wide = eqn.params.get("precision") not in _HALF and widest > 2
+                self.found.append(Matmul(operation.line, wide, times, runs * flops, size, names, which, fused))
+                at = operation.outer
+                while at:
+                    if at.name in ("cond", "while"):
+                        guessed[at] = None
+                    at = at.outer
+        self.guesses = Counter(operation.name for operation in guessed)
 
 
 def part_of(scope: str) -> str:
@@ -240,3 +247,112 @@ def _attention_flops(eqn: Equation) -> float:
         rows = np.arange(T)
         pairs = int(np.minimum(np.minimum(rows + 1, S), window or S).sum())
     return 2.0 * B * N * C * pairs
+
+
+# ---------------------------------------------------------------- collectives
+
+MOVE_COLUMNS = ["collective", "axes", "bytes", "times", "bytes a step", "pass", "in", "line"]
+MOVE_WORDS = ["collective", "axes", "pass", "in", "line"]  # those with text
+_KINDS = {
+    "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TracedCollective:
+    """A collective of a step, on each device.
+
+    Attributes:
+      kind: as in compiled programs, such as "all-gather".
+      axes: of the mesh.
+      bytes: the larger one of what a device puts in and gets out.
+      part: of the step: "forward", "backward", "recomputed".
+      scope: the module, such as "stack/attention/out"; "reduce_gradients" for what is summed once a step.
+      line: of the model, such as "llama.py:159"; empty if it is jzero's own.
+      times: how often it runs in a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    part: str
+    scope: str
+    line: str
+    times: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.bytes * self.times
+
+
+@dataclass(frozen=True)
+class TracedCollectives:
+    """The collectives of a traced step over axes of the mesh.
+
+    Attributes:
+      all: those that differ, the largest total first.
+      whole: the primitives that ran on whole arrays although their operands were divided, as "sort (model.py:12)".
+      marked: pairs of a scope and an all-gather of the forward pass in it: `WHOLE_FACTOR`, or that of a cut in tiles.
+    """
+
+    all: tuple[TracedCollective, ...] = ()
+    whole: tuple[str, ...] = ()
+    marked: tuple[tuple[str, TracedCollective], ...] = ()
+
+    def rows(self, most: int | None = None) -> list[list[str]]:
+        """Return rows of `MOVE_COLUMNS`: the `most` largest collectives, and one that sums up the others."""
+        rows = [
+            [m.kind, ", ".join(m.axes), size_text(m.bytes), str(m.times), size_text(m.total), m.part, m.scope, m.line]
+            for m in self.all[:most]
+        ]
+        if rest := self.all[len(rows) :]:
+            times, size = sum(m.times for m in rest), size_text(sum(m.total for m in rest))
+            rows.append([f"{len(rest)} smaller", "", "", str(times), size, "", "", ""])
+        return rows
+
+
+def moves(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> TracedCollectives:
+    """List what a traced step moves over the axes of the mesh whose devices act as one; nothing if there are none.
+
+    Args:
+      traced: from `TrainStep.trace(batch_shapes)`.
+      mesh: the step's.
+    """
+    axes = present(mesh, *GROUP_AXES)
+    if not axes:
+        return TracedCollectives()
+    times, whole, marked = Counter[TracedCollective](), Counter[str](), Counter[tuple[str, TracedCollective]]()
+    for operation in operations(without_dead_code(traced.jaxpr)):
+        eqn, runs, scope = operation.eqn, operation.times, operation.scope
+        own = str(eqn.source_info.name_stack)
+        part, line = BACKWARD if REDUCE in scope else part_of(scope), source_line(eqn)
+        named = eqn.params.get("axes", eqn.params.get("axis_name")) if operation.name in _KINDS else ()
+        over = named if isinstance(named, tuple) else (named,)
+        if set(axes) & set(over) and part != OPTIMIZER:
+            move = TracedCollective(_KINDS[operation.name], over, _bytes(eqn), part, _module(scope), line)
+            times[move] += runs
+            if (move.kind, part) == ("all-gather", FORWARD) and (marks := [*filter(_is_mark, names_of(scope))]):
+                marked[marks[-1], move] += runs
+        # The transpose of a primitive that ran on whole arrays needs no line of its own.
+        elif not over and (WHOLE_BACKWARD in own or (WHOLE_ARRAYS in own and part == FORWARD)):
+            whole[f"{eqn.primitive.name} ({line})"] += 1
+    found = (replace(move, times=runs) for move, runs in times.items())
+    with_marks = ((mark, replace(move, times=runs)) for (mark, move), runs in marked.items())
+    return TracedCollectives(tuple(sorted(found, key=lambda move: -move.total)), tuple(whole), tuple(with_marks))
+
+
+def _is_mark(name: str) -> bool:
+    return name == WHOLE_FACTOR or name.startswith(CUT)
+
+
+def _bytes(eqn: Equation) -> int:
+    sizes = [[prod(v.aval.shape) * v.aval.dtype.itemsize for v in side] for side in (eqn.invars, eqn.outvars)]
+    # Of rows and their buffer one holds the most that others may send.
+    return min(sizes[0][:2]) if eqn.primitive.name == "ragged_all_to_all" else max(map(sum, sizes))
+
+
+def _module(scope: str) -> str:
+    names = [name for name in names_of(scope) if name not in (WHOLE_ARRAYS, WHOLE_BACKWARD) and not _is_mark(name)]
+    return next((name for name in (REDUCE, COUNT) if name in names), "/".join(names))
