@@ -138,14 +138,14 @@ def test_the_policy_matmuls_keeps_the_products(cpu_checkpointing):
     q = jax.eval_shape(lambda: quantize(jnp.zeros((width, width)), "nf4"))
     section = ActivationCheckpointing(policy="matmuls", cpu_checkpointing=cpu_checkpointing)
 
-    def layers(weights, x, key):
-        for part in weights:
+    def layers(pair, x, key):
+        for part in pair[1]:
             x = jnp.tanh(quantized_matmul(SimpleNamespace(**part._asdict()), x))
         return x
 
     def products(run):
         def loss(x, weights):
-            return run(weights, x, None).astype(jnp.float32).sum()
+            return run(((), weights), x, None).astype(jnp.float32).sum()
 
         traced = jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((8, width), jnp.bfloat16), [q, q])
         return sum(one.name == "dot_general" for one in operations(traced.jaxpr))
