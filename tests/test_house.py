@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50366,
+    "lines": 50399,
     "files": 275,
-    "statements": 29607,
+    "statements": 29635,
     "Any": 1164,
     "rooms": 40,
     "floors": 16,
