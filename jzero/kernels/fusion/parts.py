@@ -189,8 +189,8 @@ cut_with_rows.defvjp(lambda y, rows: (_cut(y, rows), None), _joined)
 # ------------------------------------------------------------------ and the products after it
 
 
-# A product as one equation of a trace: of x [..., K] and the parts of a matrix without a gradient. The equation's
-# parameter makes it where it is multiplied, forward and backward: `make(*parts, operand) -> (operand, matrix [K, ...])`.
+# A product as one equation of a trace: of x [..., K] and the parts of a matrix without a gradient. Its parameter `make`
+# makes the matrix, forward and backward: `make(*parts, operand) -> (operand, matrix [K, ...])`.
 FROZEN = "frozen_dot_general"
 Weight = jax.Array | Partial  # the latter: make(*parts)
 
