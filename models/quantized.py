@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jzero._compat import function_primitive
 from jzero.errors import ConfigError
+from jzero.kernels.fusion.parts import FROZEN
 
 Kind = Literal["nf4", "int8"]
 BLOCK = 64
@@ -97,7 +99,9 @@ def quantize_kernel(module: Any, kind: Kind | None) -> None:
 
 def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
     """Multiply with a layer's quantised matrix [in, *out], without the layer's bias."""
-    return _matmul(inputs, Quantized(*(getattr(module, name)[...] for name in Quantized._fields)))
+    q = Quantized(*(getattr(module, name)[...] for name in Quantized._fields))
+    # One equation of a trace, so that `kernels.fusion` finds SwiGLU between two of them.
+    return _product.bind(inputs, *q, jaxpr=jax.make_jaxpr(_matmul)(inputs, q), make=_dequantize_now)[0]
 
 
 @jax.custom_vjp
@@ -108,26 +112,29 @@ def _matmul(inputs: jax.Array, q: Quantized) -> jax.Array:
 
 def _forward(inputs: jax.Array, q: Quantized) -> tuple[jax.Array, Quantized]:
     # Not by `_matmul`: a checkpoint's policy sees no product inside a function with a derivative of its own.
-    inputs, matrix = _dequantize_now(inputs, q)
+    inputs, matrix = _dequantize_now(*q, inputs)
     return jnp.tensordot(inputs, matrix, 1), q
 
 
 def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
     """Return the gradient of the inputs; a quantised matrix is frozen."""
-    gradient, matrix = _dequantize_now(gradient, q)
+    gradient, matrix = _dequantize_now(*q, gradient)
     outputs = tuple(range(1, matrix.ndim))
     return jnp.tensordot(gradient, matrix, (tuple(-i for i in reversed(outputs)), outputs)), None
 
 
-def _dequantize_now(operand: jax.Array, q: Quantized) -> tuple[jax.Array, jax.Array]:
+def _dequantize_now(
+    codes: jax.Array, scales: jax.Array, step: jax.Array, offset: jax.Array, operand: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the operand, and the matrix to multiply it with."""
     # In an unrolled stack XLA makes the matrices of all layers at once, and keeps them for the backward pass. So the
     # scales depend on the operand. Codes behind the barrier would be copied.
-    operand, step = jax.lax.optimization_barrier((operand, q.step))
-    return operand, dequantize(q._replace(step=step), operand.dtype)
+    operand, step = jax.lax.optimization_barrier((operand, step))
+    return operand, dequantize(Quantized(codes, scales, step, offset), operand.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
+_product = function_primitive(FROZEN)
 
 
 def quantize_params(params: Any, like: Any, kind: Kind) -> Any:

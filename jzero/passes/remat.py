@@ -11,23 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
+from jax.tree_util import Partial
 
 from jzero.config import ActivationCheckpointing, Config
 from jzero.errors import ConfigError
-from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
-from jzero.kernels.trace import ATTENTION
+from jzero.kernels.trace import Equation
 from jzero.layout.offload import HOST
 from jzero.mesh import TENSOR
 from jzero.tracing.chunk import Chunk, split_floats
-from jzero.tracing.residuals import is_cheap
+from jzero.tracing.residuals import is_cheap, is_matmul
 from jzero.tree import PyTree
 
 Fetch = Callable[[Any], Any]  # (diff, nondiff) -> weights
 Block = Callable[[Any, Any, Any], Any]  # (weights or (diff, nondiff), x, key) -> x
 
 _INPUT = "layer_input"
-# Outputs worth keeping besides `dot_general`, which `_keep_matmuls` tests.
-_MATMULS = (FP8_MATMUL, "ragged_dot_general", "conv_general_dilated", *ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,16 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, la
       unrolled: whether XLA sees the forward and the backward pass in one program, without a loop around each.
       layer: whether `block` is one of several layers, or the whole model.
     """
-    inputs, products = only_inputs(remat.offload), _keep_matmuls
-    if remat.offload:
-        products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST)
+    if remat.kind == "none" and not (remat.regather or remat.again or layer):
+        return lambda pair, x, key: block(fetch(pair), x, key)
+    if remat.kind == "none" or (remat.kind == "matmuls" and not remat.offload):
+        return leanly(fetch, block, remat, unrolled=unrolled, layer=layer)
+    inputs = only_inputs(remat.offload)
+    products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST)
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         named = primitive.name == "name" or remat.kind == "full"
         return (inputs if named else products)(primitive, *args, **params)
-
-    if remat.kind == "none":
-        if remat.regather or remat.again or layer:
-            return leanly(fetch, block, remat, unrolled=unrolled, layer=layer)
-        return lambda pair, x, key: block(fetch(pair), x, key)
 
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
         return block(fetch(pair), as_input(x), key)
@@ -121,55 +117,41 @@ def as_input(x: PyTree) -> PyTree:
     return jax.tree.map(lambda v: checkpoint_name(v, _INPUT) if jnp.issubdtype(v.dtype, jnp.floating) else v, x)
 
 
-def _keep_matmuls(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Keep products with weights and fused attention; recompute batched products, which are attention's."""
-    if primitive.name == "dot_general":
-        return not params["dimension_numbers"][1][0]  # no batch dimensions
-    return primitive.name in _MATMULS
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["pair", "kept"], meta_fields=["chunk"])
-@dataclass(frozen=True)
-class _Residuals:
-    """The inputs of a layer's backward pass: the stored weights, and what the forward pass kept."""
-
-    pair: Any
-    kept: list[Any]
-    chunk: Chunk
-
-
 def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: bool) -> Block:
     """Make `run(pair, x, key) = block(fetch(pair), x, key)` that keeps few bytes for its backward pass.
 
-    The backward pass of a layer computes cheap operations again. With `remat.regather` it gathers the weights again,
-    with `remat.again` the inputs of products over `tensor`, as in Megatron's sequence parallelism (arXiv:2205.05198).
+    The backward pass of a layer computes cheap operations again; under "matmuls" whatever is no product, of which it
+    keeps a sum rather than its terms. With `remat.regather` it gathers the weights again, with `remat.again` the inputs
+    of products over `tensor`, as in Megatron's sequence parallelism (arXiv:2205.05198).
     """
     # The fewest bytes, by a minimum cut of the layer's trace: with `stack.ordered_backward` 78.2 GiB instead of 96.2
     # (7.2B, ZeRO-2, two H200s, experiments/benchmarks/2026-11-26-backward-h200.md).
     # `jax.checkpoint` cannot express this: a policy that drops gathered weights also drops the results computed from
     # them.
     arrays = partial(jax.tree.map, jnp.asarray)  # of numbers, too
+    name = "rematted_computation" if remat.kind == "matmuls" else ""  # jax.checkpoint's, by which FLOPs are counted
 
     def function(pair: Any, _: Any, inputs: Any, __: Any) -> tuple[Any, Any]:
         return arrays(block(fetch(pair), *inputs)), ()
 
-    def gathers(eqn: Any) -> bool:
+    def gathers(eqn: Equation) -> bool:
         return eqn.primitive.name == "all_gather" and TENSOR in eqn.params["axis_name"]
 
-    def again(eqn: Any, constant: bool) -> bool:
+    def again(eqn: Equation, constant: bool) -> bool:
+        if remat.kind == "matmuls":
+            return not is_matmul(eqn)
         return (layer and is_cheap(eqn)) or (remat.regather and constant) or (remat.again and gathers(eqn))
 
     @jax.custom_vjp
     def run(pair: Any, x: Any, key: jax.Array | None) -> Any:
         return arrays(block(fetch(pair), x, key))
 
-    def forward(pair: Any, x: Any, key: jax.Array | None) -> tuple[Any, _Residuals]:
-        chunk = Chunk(function, (pair, (), (x, key), ()), again=again, keep=layer)
+    def forward(pair: Any, x: Any, key: jax.Array | None) -> tuple[Any, Callable]:
+        chunk = Chunk(function, (pair, (), (x, key), ()), again=again, keep=layer and remat.kind == "none")
         (y, _), kept = chunk.forward(pair, (), (x, key), ())
-        return y, _Residuals(pair, kept, chunk)
+        return y, Partial(partial(backward, chunk), pair, kept)
 
-    def backward(saved: _Residuals, gradient: Any) -> tuple[tuple[Any, None], Any, None]:
-        pair, kept, chunk = saved.pair, saved.kept, saved.chunk
+    def backward(chunk: Chunk, pair: Any, kept: list, gradient: Any) -> tuple[tuple[Any, None], Any, None]:
         gradient = split_floats(gradient)[0]
         if remat.regather:
             # Without the barrier XLA merges this gather with the forward pass's, and keeps the weights in between.
@@ -177,8 +159,8 @@ def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: b
         if unrolled:
             # After the gradient has come: XLA would compute early, or not again, and keep the results.
             kept, gradient = chunk.after(kept, gradient)
-        weight_gradients, (x_gradient, _) = chunk.backward(pair, (), kept, gradient)
+        weight_gradients, (x_gradient, _) = chunk.backward(pair, (), kept, gradient, name)
         return (weight_gradients, None), x_gradient, None
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, lambda saved, gradient: saved(gradient))
     return lambda pair, x, key: run(pair, arrays(x), key)

@@ -42,8 +42,9 @@ from jzero.passes.stack import (
 )
 from jzero.precision import Precision
 from jzero.spread.spread_model import on_group
+from jzero.tracing.chunk import split_floats
 from jzero.tracing.fused import fused
-from jzero.tree import PyTree, leading_dim
+from jzero.tree import PyTree, combine, leading_dim
 
 Read = Callable[[Any], PyTree]  # what a model returned for a micro-batch -> what is collected of it
 
@@ -164,7 +165,8 @@ def _stack_loss(
     prefix, block, suffix = stack_functions(model)
     suffix = kernels(suffix)
     if remat.kind != "none" and _has_layers(model):
-        prefix = checkpointed(lambda ends: ends, prefix, remat, unrolled=True)
+        run = checkpointed(lambda pair: combine(*pair), prefix, remat, unrolled=True)
+        prefix = lambda ends, *rest: run(split_floats(ends), *rest)  # noqa: E731
     fetch_layer = partial(fetch_params, layouts[STACK], precision=precision)
     layer = checkpointed(fetch_layer, ordered_backward(block) if listed else block, remat, unrolled=listed, layer=True)
 

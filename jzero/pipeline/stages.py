@@ -130,8 +130,8 @@ def _stack_stages(placed: PlacedModel) -> Cut:
         with vocab_parallel.parallel(*vocabulary):
             return last(ends, x, part, suffix_key(model, key, length))
 
-    def fetch_layers(pairs: PyTree) -> list[PyTree]:
-        return [fetch_params(layouts[STACK], pair, precision) for pair in pairs]
+    def fetch_layers(pair: PyTree) -> list[PyTree]:
+        return [fetch_params(layouts[STACK], one, precision) for one in zip(*pair, strict=True)]
 
     def layers(weights: PyTree, x: PyTree, keys: list[jax.Array | None]) -> PyTree:
         states = []
@@ -149,7 +149,7 @@ def _stack_stages(placed: PlacedModel) -> Cut:
         keys = [fold(key, number * piece + k + 1) for k in range(piece)]
         states: list[PyTree] = []
         for k in range(0, piece, every):
-            x, new = run(pairs[k : k + every], x, keys[k : k + every])
+            x, new = run(tuple(zip(*pairs[k : k + every], strict=True)), x, keys[k : k + every])
             states += new
         return x, states
 

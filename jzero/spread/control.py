@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jzero._compat import closed_jaxpr, scan_sizes
+from jzero.kernels.fusion.parts import FROZEN
 from jzero.kernels.trace import CALLS, Equation, Variable, program_of
 from jzero.spread.interpreter import interpret, spread
 from jzero.spread.rules import bind, replicated, rule
@@ -24,7 +25,7 @@ from jzero.spread.sharded_array import ModelGroup, ShardedArray
 from jzero.tree import PyTree, combine, partition
 
 
-@rule(*CALLS, "softmax_rows")  # the latter of jzero.kernels.softmax, whose rows may be divided
+@rule(*CALLS, "softmax_rows", FROZEN)  # softmax_rows of jzero.kernels.softmax, whose rows may be divided
 def call(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> list[ShardedArray]:
     run, p = partial(interpret, group, program_of(eqn)), eqn.params
     if "prevent_cse" in p:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +99,13 @@ class Chunk:
         later, now = jax.lax.optimization_barrier(([kept[i] for i in waiting], [leaves[i] for i in first]))
         return replaced(kept, waiting, later), jax.tree.unflatten(treedef, replaced(leaves, first, now))
 
-    def backward(self, weights: PyTree, context: PyTree, kept: Arrays, dy: PyTree) -> tuple[PyTree, PyTree]:
-        """Compute (gradient of diff, dx); `dx` and `dy` have None where x is not floating."""
-        return jax.tree.unflatten(self.pullback, self._residuals(weights, context, kept))(dy)
+    def backward(
+        self, weights: PyTree, context: PyTree, kept: Arrays, dy: PyTree, scope: str = ""
+    ) -> tuple[PyTree, PyTree]:
+        """Compute (gradient of diff, dx), in a scope what runs again; dx and dy have None where x is not floating."""
+        with jax.named_scope(scope) if scope else nullcontext():
+            values = self._residuals(weights, context, kept)
+        return jax.tree.unflatten(self.pullback, values)(dy)
 
     def input_backward(self, weights: PyTree, context: PyTree, kept: Arrays, dy: PyTree) -> tuple[PyTree, Arrays]:
         """Compute (dx, operands to keep until `weight_backward`)."""

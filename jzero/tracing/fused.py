@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import jax
 import jax.numpy as jnp
 
 from jzero._compat import is_constant
-from jzero.kernels.fusion.chains import Chains
+from jzero.kernels.fusion.chains import Chains, weight_of
 from jzero.kernels.fusion.cross_entropies import cross_entropies
 from jzero.kernels.fusion.elementwise import is_row
-from jzero.kernels.fusion.parts import cut_with_rows, mapped_dot_general
+from jzero.kernels.fusion.parts import FROZEN, cut_with_rows, mapped_dot_general
 from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, run_equation
 from jzero.tracing.source_lines import source_of
@@ -104,7 +105,7 @@ class _Matrices:
             parts = cut_with_rows(self._matrix(cut.source, rows.size, read), rows)
             self._known.update(zip(cut.results, parts, strict=True))
             return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
-        if eqn.outvars[0] not in self._known or eqn.primitive.name == "dot_general":
+        if eqn.outvars[0] not in self._known or eqn.primitive.name != "add":
             self._compute(eqn, read)
         return [self._known[v].reshape(v.aval.shape) for v in eqn.outvars]
 
@@ -112,16 +113,18 @@ class _Matrices:
         (out,), known = eqn.outvars, self._known
         if chain := self._chains.of.get(id(eqn)):
             if out not in known:
-                xs, weights = read(v for v, _ in chain.sources), read(one.invars[1] for one in chain.products)
+                xs, weights = read(v for v, _ in chain.sources), [weight_of(one, read) for one in chain.products]
                 # GELU, of one array, is kept: to write it again is a quarter of its backward kernel's traffic. Of
                 # SwiGLU it is a sixth, and more memory.
                 keep = self._keep and chain.operands == 1
-                ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params["precision"], keep)
+                ys = mapped_dot_general(chain.f, chain.parts(xs), weights, eqn.params.get("precision"), keep)
                 known.update(zip((one.outvars[0] for one in chain.products), ys, strict=True))
         elif eqn.primitive.name == "dot_general":
             (w,) = read(eqn.invars[1:])
             x, flat = self._matrix(eqn.invars[0], len(w), read), w.reshape(len(w), -1)
             known[out] = jax.lax.dot(x, flat, precision=eqn.params["precision"])
+        elif eqn.primitive.name == FROZEN:
+            known[out] = run_equation(eqn, read)[0].reshape(prod(eqn.invars[0].aval.shape[:-1]), -1)
         else:
             known[out] = jnp.add(*(self._matrix(v, self._columns(eqn), read) for v in eqn.invars))
         self._sums.add(out)

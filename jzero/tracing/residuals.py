@@ -12,7 +12,8 @@ from math import prod
 
 import numpy as np
 
-from jzero._compat import has_effect, is_constant
+from jzero._compat import has_effect, inner_jaxprs, is_constant
+from jzero.kernels.fp8.matmul import NAME as FP8_MATMUL
 from jzero.kernels.trace import ATTENTION, Equation, Variable, elementwise_primitives, program_of
 from jzero.tracing.equations import Equations
 
@@ -20,6 +21,7 @@ from jzero.tracing.equations import Equations
 _VIEWS = frozenset({"expand_dims", "reshape", "slice", "split", "squeeze"})
 # XLA computes these where their results are read.
 _CHEAP = elementwise_primitives("c") | _VIEWS | {"broadcast_in_dim", "concatenate", "iota", "pad", "rev", "transpose"}
+_MATMULS = (FP8_MATMUL, "ragged_dot_general", "conv_general_dilated", *ATTENTION)
 _COPY = 31 / 32  # of the bytes of what attention's kernel reads count: with an odd length, it is padded
 _MOST = 1 << 28  # the sum of all capacities, which SciPy adds up in int32
 
@@ -29,6 +31,13 @@ def is_cheap(eqn: Equation) -> bool:
     if eqn.primitive.name == "jit":
         return all(map(is_cheap, program_of(eqn).jaxpr.eqns))
     return eqn.primitive.name in _CHEAP
+
+
+def is_matmul(eqn: Equation) -> bool:
+    """Return whether an equation is, or contains, a product with weights or fused attention."""
+    if eqn.primitive.name == "dot_general":
+        return not eqn.params["dimension_numbers"][1][0]  # batched products are attention's
+    return eqn.primitive.name in _MATMULS or any(is_matmul(one) for body in inner_jaxprs(eqn) for one in body.eqns)
 
 
 def fewest_bytes(

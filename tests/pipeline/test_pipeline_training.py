@@ -135,12 +135,12 @@ def test_what_an_interval_keeps():
 
 @pytest.mark.parametrize(
     ("policy", "unrolled", "looped"),
-    keep([("none", 4 + 1, 2), ("matmuls", 4 * 2, 2), ("full", 4, 1)], [("matmuls", 4 * 2, 2)]),
+    keep([("none", 4 + 1, 2), ("matmuls", 4 + 1, 2), ("full", 4, 1)], [("matmuls", 4 + 1, 2)]),
 )
 def test_what_a_stage_keeps(policy, unrolled, looped):
     """Each of four layers keeps its input and its product, but no weight, gathered or not.
 
-    Under "none", unrolled layers keep the first input alone: with the products, elementwise operations give the others.
+    But for "full", unrolled layers keep the first input alone: products and elementwise operations give the others.
     """
     case = Case("1f1b", 2, 6, 3, 2)
     slots, depth, size = 2 * 2 - 1, 4, (ROWS, SEQUENCE, WIDTH)

@@ -14,6 +14,8 @@ from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import some
 
 import jzero
+from jzero.config import ActivationCheckpointing
+from jzero.passes.remat import Remat, checkpointed
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 from models.llama import Llama, LlamaConfig, preset
@@ -209,3 +211,40 @@ def test_bad_configs(fields, words):
     with pytest.raises(jzero.ConfigError) as error:
         LoRAConfig(**fields)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_the_policy_matmuls_keeps_the_sum_of_a_product_and_its_adapter():
+    rows, width, rank = 64, 32, 2
+    shapes = [(rows, width), (width, width), (width, rank), (rank, width)]
+    x, *weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def block(weights, x, key):
+        w, a, b = weights
+        return jnp.tanh(x @ w + (x @ a) @ b)
+
+    remat = Remat(ActivationCheckpointing(policy="matmuls"), 0, False)
+    run = checkpointed(lambda pair: (*pair[1], *pair[0]), block, remat, unrolled=True)
+    _, pull = jax.eval_shape(lambda x, w, *ab: jax.vjp(lambda *ab: run((ab, (w,)), x, None), *ab), x, *weights)
+    kept = [leaf.shape for leaf in jax.tree.leaves(pull)]
+    assert kept.count((rows, width)) == 2  # x, and the sum
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_the_policy_matmuls_is_a_step_between_none_and_full():
+    """Of temporary memory in a program for a GPU, with XLA's attention, whose scores it does not keep."""
+    lora = LoRAConfig(r=8, lora_alpha=8, target_modules="all-linear")
+    widths = {"d_model": 256, "d_ff": 1024, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
+    shape = preset("tiny", num_layers=4, **widths, lora=lora)
+    mesh, tokens = jzero.make_mesh(devices=gpu_devices("h200", 1)), jax.ShapeDtypeStruct((8, 512), np.int32)
+    temporary = {}
+    for policy in ("none", "matmuls", "full"):
+        settings = {
+            "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+            "trainable_parameters": ["lora_"], "activation_checkpointing": {"policy": policy},
+        }  # fmt: skip
+        step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), settings, mesh=mesh)
+        compiled = step.lower({"inputs": tokens, "labels": tokens}).compile()
+        temporary[policy] = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary["full"] < temporary["matmuls"] < temporary["none"]

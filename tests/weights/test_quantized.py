@@ -1,11 +1,14 @@
 """Matrices in few bits: the table of NF4, double quantisation, and QLoRA's losses and gradients."""
 
+import re
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 from scipy.stats import norm
 
@@ -15,6 +18,7 @@ from jzero.errors import ConfigError
 from jzero.passes.remat import Remat, checkpointed
 from jzero.planner import gpu_devices
 from jzero.tracing.equations import operations
+from jzero.tracing.fused import fused
 from models.decoder import Decoder
 from models.llama import preset
 from models.lora import LoRAConfig
@@ -125,6 +129,113 @@ def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind)
     assert compared == 6
 
 
+def swiglu(weights, x):
+    gate_up, down = (SimpleNamespace(**q._asdict()) for q in weights)
+    gate, up = (part.squeeze(-2) for part in jnp.split(quantized_matmul(gate_up, x), 2, axis=-2))
+    return quantized_matmul(down, jax.nn.silu(gate) * up)
+
+
+def plain_swiglu(weights, x):
+    gate_up, down = weights
+    gate, up = x @ gate_up[:, 0], x @ gate_up[:, 1]
+    return (gate / (1 + jnp.exp(-gate)) * up) @ down
+
+
+def two(f, weights, x):
+    return f(weights, f(weights, x))
+
+
+def two_mapped(f, weights, x):
+    return jax.vmap(partial(two, f, weights))(x)
+
+
+def two_scanned(f, weights, x):
+    stacked = jax.tree.map(lambda v: jnp.stack([v, v]), weights)
+    return jax.lax.scan(lambda x, one: (f(one, x), None), x, stacked)[0]
+
+
+def two_checkpointed(f, weights, x):
+    return two(jax.checkpoint(f), weights, x)
+
+
+def two_on_devices(f, weights, x):
+    mesh = jzero.make_mesh(zero=2, devices=jax.devices()[:2])
+    specs = {"in_specs": (jax.P(), jax.P("zero")), "out_specs": jax.P("zero")}
+    return jax.shard_map(partial(two, f), mesh=mesh, check_vma=False, **specs)(weights, x)
+
+
+@pytest.mark.parametrize("kind", keep(["nf4", "int8"], ["nf4"]))
+@pytest.mark.parametrize(
+    "run", [two, two_mapped, two_scanned, two_checkpointed, two_on_devices], ids=lambda f: f.__name__
+)
+def test_swiglu_between_quantised_matrices_is_one_chain(run, kind):
+    """The oracle, in float64: the same with the dequantised matrices."""
+    rng = np.random.default_rng(0)
+    shapes = [(64, 2, 96), (96, 64)]
+    weights = [quantize(jnp.asarray(rng.normal(size=s) * 2 / s[0] ** 0.5, jnp.float32), kind) for s in shapes]
+    x, g = (jnp.asarray(rng.normal(size=(2, 32, 64)), jnp.bfloat16) for _ in range(2))
+
+    def gradients(f, run, weights, x, g):
+        y, pull = jax.vjp(partial(run, f, weights), x)
+        return [y, *pull(g)]
+
+    found = jax.jit(partial(gradients, fused(swiglu), run))
+    names = [one.name for one in operations(jax.make_jaxpr(found)(weights, x, g).jaxpr)]
+    assert run is two_mapped or names.count("map_parts") >= 2  # `jax.vmap` leaves no names
+    assert "frozen_dot_general" not in names
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(dequantize(q, jnp.bfloat16), np.float64)) for q in weights]
+        expected = gradients(plain_swiglu, two, wide, *(np.asarray(v, np.float64) for v in (x, g)))
+    for a, b in zip(found(weights, x, g), expected, strict=True):
+        assert np.linalg.norm(np.asarray(a, np.float64) - b) < 2**-7 * np.linalg.norm(b)
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_swiglu_of_a_qlora_step_is_two_kernels():
+    """In a program for a GPU; that of bfloat16 LoRA has as many."""
+    kernels, layers = {}, 2
+    for kind in (None, "nf4"):
+        lora = LoRAConfig(8, 8, "all-linear", kind)
+        widths = {"d_model": 128, "d_ff": 512, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
+        shape = preset("tiny", num_layers=layers, **widths, lora=lora)
+        config = {
+            "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+            "trainable_parameters": ["lora_"],
+        }  # fmt: skip
+        mesh = jzero.make_mesh(devices=gpu_devices("h200", 1, per_host=1))
+        step = jzero.make_train_step(jzero.from_flax(lambda rngs, s=shape: Decoder(s, rngs=rngs)), config, mesh=mesh)
+        tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+        text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
+        found = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)
+        kernels[kind] = len(found)
+    assert kernels == {None: 2 * layers, "nf4": 2 * layers}
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_the_chain_of_quantised_matrices_takes_no_more_memory():
+    (device,) = gpu_devices("h200", 1, per_host=1)
+    sharding, width = jax.sharding.NamedSharding(jzero.make_mesh(devices=[device]), jax.P()), 1024
+    weights = [jax.eval_shape(lambda s=s: quantize(jnp.zeros(s), "nf4")) for s in [(width, 2, width), (width, width)]]
+    weights, x = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding),
+        (weights, jax.ShapeDtypeStruct((8 * width, width), jnp.bfloat16)),
+    )
+
+    def memory(f):
+        def loss(x, weights):
+            for _ in range(4):
+                x = f(weights, x)
+            return x.astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(loss)).lower(x, weights).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(fused(swiglu)) <= memory(swiglu)
+
+
 def test_nf4_of_an_odd_dimension_is_refused():
     with pytest.raises(ConfigError, match="a matrix has 3 inputs, must be even"):
         quantize(jnp.ones((3, 4)), "nf4")
@@ -138,14 +249,14 @@ def test_the_policy_matmuls_keeps_the_products(cpu_checkpointing):
     q = jax.eval_shape(lambda: quantize(jnp.zeros((width, width)), "nf4"))
     section = ActivationCheckpointing(policy="matmuls", cpu_checkpointing=cpu_checkpointing)
 
-    def layers(weights, x, key):
-        for part in weights:
+    def layers(pair, x, key):
+        for part in pair[1]:
             x = jnp.tanh(quantized_matmul(SimpleNamespace(**part._asdict()), x))
         return x
 
     def products(run):
         def loss(x, weights):
-            return run(weights, x, None).astype(jnp.float32).sum()
+            return run(((), weights), x, None).astype(jnp.float32).sum()
 
         traced = jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((8, width), jnp.bfloat16), [q, q])
         return sum(one.name == "dot_general" for one in operations(traced.jaxpr))

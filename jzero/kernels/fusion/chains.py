@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+from jax.tree_util import Partial
 
 from jzero._compat import is_constant
 from jzero.kernels.fusion.elementwise import Elementwise, is_elementwise, is_row
-from jzero.kernels.trace import Equation, Jaxpr, Variable, users_of
+from jzero.kernels.fusion.parts import FROZEN, Weight
+from jzero.kernels.trace import Equation, Jaxpr, Read, Variable, users_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class Chains:
 
     Args:
       fits: tells whether the product with a variable may be the first or the last of a chain.
-      plain: whether a chain has one last product, no biases, and no sums of products.
+      plain: whether a chain has one last product, no frozen matrices, no biases, and no sums of products.
 
     Attributes:
       of: equation of a last product, by identity -> the chain.
@@ -89,13 +91,17 @@ class Chains:
         self.biased_cuts = {id(eqn): cut for eqn in cuts if (cut := self._biased_cut(eqn))}
 
     def multiplies(self, eqn: Equation) -> bool:
-        """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes, with a w that fits."""
-        if eqn.primitive.name != "dot_general" or is_constant(eqn.invars[1]) or not self._fits(eqn.invars[1]):
+        """Return whether it is x [..., K] w [K, ...], all of one dtype of two bytes; w fits, or is frozen."""
+        if eqn.primitive.name not in ("dot_general", FROZEN):
             return False
-        x, w, y = (v.aval for v in (*eqn.invars, *eqn.outvars))
+        x, w, y = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
+        if x.dtype != y.dtype or x.dtype.itemsize != 2 or not x.size * y.size:
+            return False
+        if eqn.primitive.name == FROZEN:
+            return not self._plain
         form = form_of(eqn.params["dimension_numbers"], (x.ndim, w.ndim), 1)
-        alike = x.dtype == w.dtype == y.dtype and x.dtype.itemsize == 2
-        return alike and x.size * y.size > 0 and form is not None and form.leading and form.contracted == (x.ndim - 1,)
+        fits = w.dtype == x.dtype and not is_constant(eqn.invars[1]) and self._fits(eqn.invars[1])
+        return fits and form is not None and form.leading and form.contracted == (x.ndim - 1,)
 
     def _chain(self, first: Equation) -> Chain | None:
         """Return the chain that ends in this product and those beside it, or None."""
@@ -135,9 +141,8 @@ class Chains:
         skipped = {*inside, *map(id, views)}
         own = {*counts, *parts, *(v for eqn in (*inside.values(), *views) for v in eqn.outvars)}
         users = skipped.union(map(id, products))
-        if any(eqn.invars[1] in own for eqn in products) or any(
-            not self._users.get(v, {}).keys() <= users for v in own
-        ):
+        weights = [v for eqn in products for v in eqn.invars[1:]]
+        if not own.isdisjoint(weights) or any(not self._users.get(v, {}).keys() <= users for v in own):
             return None
         f = Elementwise(tuple(inside.values()), (*(operands[at] for at in order), *biases), x)
         sources = tuple((v, (count, x.aval.shape[-1])) for v, count in [*counts.items(), *((v, 1) for v in biases)])
@@ -149,10 +154,10 @@ class Chains:
         def fits(eqn: Equation | None) -> bool:
             if eqn is None or not self.multiplies(eqn) or eqn.invars[0] is not first.invars[0]:
                 return False
-            made = self._made.get(eqn.invars[1])  # its weight may not wait for the result of this one
-            start = self._order[id(first)]
-            known = self._order[id(eqn)] >= start and (made is None or self._order[id(made)] < start)
-            return known and eqn.params["precision"] == first.params["precision"]
+            made = [self._made[v] for v in eqn.invars[1:] if v in self._made]
+            start = self._order[id(first)]  # its weight may not wait for the result of this one
+            known = self._order[id(eqn)] >= start and all(self._order[id(one)] < start for one in made)
+            return known and eqn.params.get("precision") == first.params.get("precision")
 
         if self._plain:
             return (first,)
@@ -207,6 +212,12 @@ class Chains:
             return None
         views = (split, squeeze) if squeeze else (split,)
         return _Part(source, list(split.outvars).index(piece), len(split.outvars), views)
+
+
+def weight_of(eqn: Equation, read: Read[jax.Array]) -> Weight:
+    """Return the weight of a product that `Chains.multiplies` takes."""
+    w = read(eqn.invars[1:])
+    return Partial(eqn.params["make"], *w) if eqn.primitive.name == FROZEN else w[0]
 
 
 class _Part(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from jzero._compat import function_primitive
 from jzero.kernels.fusion.elementwise import Elementwise, Pullback, each
@@ -188,32 +189,46 @@ cut_with_rows.defvjp(lambda y, rows: (_cut(y, rows), None), _joined)
 # ------------------------------------------------------------------ and the products after it
 
 
+# A product as one equation of a trace: of x [..., K] and the parts of a matrix without a gradient. Its parameter `make`
+# makes the matrix, forward and backward: `make(*parts, operand) -> (operand, matrix [K, ...])`.
+FROZEN = "frozen_dot_general"
+Weight = jax.Array | Partial  # the latter: make(*parts)
+
+
 def mapped_dot_general(
-    f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[jax.Array], precision: Precision = None, keep: bool = False
+    f: Elementwise, xs: Sequence[jax.Array], ws: Sequence[Weight], precision: Precision = None, keep: bool = False
 ) -> list[jax.Array]:
     """Compute `f(parts of xs) w` for xs [M, P, K], then rows [1, 1, K], and each weight [K, ...], as [M, N].
 
     The backward pass keeps xs, and computes `f` again where it computes the gradients of xs; or it keeps `f` too.
     """
-    return list(_products(f, precision, keep, tuple(xs), tuple(w.reshape(w.shape[0], -1) for w in ws)))
+    flat = tuple(w if isinstance(w, Partial) else w.reshape(w.shape[0], -1) for w in ws)
+    return list(_products(f, precision, keep, tuple(xs), flat))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _products(
-    f: Elementwise, precision: Precision, keep: bool, xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...]
+    f: Elementwise, precision: Precision, keep: bool, xs: tuple[jax.Array, ...], ws: tuple[Weight, ...]
 ) -> tuple[jax.Array, ...]:
     return _forward(f, precision, keep, xs, ws)[0]
 
 
 def _forward(f: Elementwise, precision: Precision, keep: bool, xs: tuple, ws: tuple) -> tuple[tuple, tuple]:
     (x,) = map_parts(f, xs, [1])
-    return tuple(lax.dot(x[:, 0], w, precision=precision) for w in ws), (xs, ws, x if keep else None)
+    return tuple(lax.dot(*_made(x[:, 0], w), precision=precision) for w in ws), (xs, ws, x if keep else None)
+
+
+def _made(operand: jax.Array, w: Weight) -> tuple[jax.Array, jax.Array]:
+    """Return an operand, and the matrix [K, N] to multiply it with."""
+    operand, w = w(operand) if isinstance(w, Partial) else (operand, w)
+    return operand, w.reshape(len(w), -1)
 
 
 def _backward(f: Elementwise, precision: Precision, keep: bool, kept: tuple, gs: tuple) -> tuple[tuple, tuple]:
     xs, ws, x = kept
     pairs = zip(gs, ws, strict=True)
-    dx = reduce(jnp.add, (lax.dot_general(g, w, (((1,), (1,)), ((), ())), precision=precision) for g, w in pairs))
+    numbers = (((1,), (1,)), ((), ()))
+    dx = reduce(jnp.add, (lax.dot_general(*_made(g, w), numbers, precision=precision) for g, w in pairs))
     counts = [x.shape[1] for x in xs]
     pullback = Pullback(f, tuple(range(sum(counts))))
 
@@ -221,11 +236,16 @@ def _backward(f: Elementwise, precision: Precision, keep: bool, kept: tuple, gs:
     def both(*parts: jax.Array) -> list[jax.Array]:
         return [*pullback(*parts), *f(*parts[:-1])]
 
-    if keep:
+    frozen = [isinstance(w, Partial) for w in ws]
+    if keep or all(frozen):
         dxs = map_parts(pullback, [*xs, dx[:, None]], counts)
     else:
         *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
-    dws = (lax.dot_general(x[:, 0], g, (((0,), (0,)), ((), ())), precision=precision) for g in gs)
+    numbers = (((0,), (0,)), ((), ()))
+    dws = (
+        None if still else lax.dot_general(x[:, 0], g, numbers, precision=precision)
+        for g, still in zip(gs, frozen, strict=True)
+    )
     return tuple(dxs), tuple(dws)
 
 
