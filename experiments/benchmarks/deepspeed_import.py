@@ -122,9 +122,8 @@ def make(directory, layers):
 
 
 def make_model(layers):
-    from jzero.models.llama import Llama, LlamaConfig
-
     import jzero
+    from jzero.models.llama import Llama, LlamaConfig
 
     config = LlamaConfig(layers, WIDTH, HEADS, HEADS, HIDDEN, vocab_size=VOCAB, norm_eps=1e-5, rope_theta=1e4)
     return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
