@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 49993,
+    "lines": 50015,
     "files": 271,
-    "statements": 29361,
+    "statements": 29380,
     "Any": 1142,
     "rooms": 40,
     "floors": 16,
