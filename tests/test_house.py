@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50015,
+    "lines": 50018,
     "files": 271,
-    "statements": 29380,
+    "statements": 29383,
     "Any": 1142,
     "rooms": 40,
     "floors": 16,
