@@ -90,7 +90,10 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError("it is not an object")
         return there
     except FileNotFoundError:
-        raise ConfigError(no_such_directory(path, "file or directory")) from None
+        written = path.parent / "model"  # by `jzero finetune`
+        is_there = path.name == "config.json" and (written / "config.json").exists()
+        hint = f"; {written} has one" if is_there else ""
+        raise ConfigError(no_such_directory(path, "file or directory") + hint) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -52,11 +52,13 @@ class Chat(packing.PackedRows):
 
         def encode(sample: object) -> list[Encoded]:
             messages = sample if isinstance(sample, list) else column_of(sample, column, is_conversation=True)
-            return [template.conversation(read_messages(messages, column), mask, tools_of(sample))]
+            messages = read_messages(messages, column)
+            limit.roles |= {message["role"]: None for message in messages if mask != "all"}
+            return [template.conversation(messages, mask, tools_of(sample))]
 
         store, trained = packing.pieces_of(limit.encode(dataset, encode, "conversation"), vocab_size)
         super().__init__(store, length, pack)
-        self.packs, self.limit, self.trained = pack, limit, trained
+        self.limit, self.trained = limit, trained
 
     def __repr__(self) -> str:
         tokens = len(self.store.tokens)
@@ -67,10 +69,6 @@ class Chat(packing.PackedRows):
     def report_notes(self) -> list[str]:
         """Return the lines for the run report."""
         return [repr(self), *self.limit.notes()]
-
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows = super().rows(indices)
-        return rows if self.packs else {name: rows[name] for name in ("inputs", "labels")}
 
 
 class Pairs(packing.PackedRows):
@@ -130,8 +128,7 @@ class Pairs(packing.PackedRows):
         return [repr(self), *self.limit.notes()]
 
     def rows(self, indices: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-        sides = {name: packing.PackedRows.rows(self, 2 * indices + side) for side, name in enumerate(SIDES)}
-        return {name: {key: rows[key] for key in ("inputs", "labels")} for name, rows in sides.items()}
+        return {name: packing.PackedRows.rows(self, 2 * indices + side) for side, name in enumerate(SIDES)}
 
 
 def _replies(sample: object) -> list[Any]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from jzero.data.template import Encoded, Tools, how_to_read
 from jzero.errors import ConfigError, shorten, some_of
 
 TooLong = Literal["cut", "drop"]
+
+
+class FileSamples(dict[str, object]):
+    """Samples of a file by their places in it, which errors name."""
 
 
 @dataclass
@@ -23,6 +27,7 @@ class LengthLimit:
       samples, long, untrained: how many there were, were too long, and had nothing left to train on.
       equal: how many more were left out because their two sides are equal.
       longest: the tokens of the longest sample.
+      roles: of the messages, where only an assistant's are trained.
     """
 
     length: int
@@ -32,6 +37,7 @@ class LengthLimit:
     untrained: int = 0
     equal: int = 0
     longest: int = 0
+    roles: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.length < 2:
@@ -45,14 +51,17 @@ class LengthLimit:
           ConfigError: names the sample that `encode` refuses, or says why no sample of this kind is left.
         """
         found: list[Encoded] = []
-        for number, sample in enumerate(samples_of(dataset)):
+        for place, sample in samples_of(dataset, "dataset"):
             try:
                 found += self._cut(encode(sample))
             except ConfigError as error:
-                raise ConfigError(f"dataset[{number}]: {error}") from error
+                raise ConfigError(f"{place}: {error}") from error
         if not found:
             reasons = ", ".join(text for text, _ in self._counts()) or "the dataset is empty"
             fix = f"; raise length (now {self.length:,}; the longest has {self.longest:,} tokens)" if self.long else ""
+            if self.roles and "assistant" not in self.roles:
+                trained = "; only turns of the role assistant are trained"
+                fix = f"{trained}, but the roles are {some_of(self.roles)}: must be system, user, assistant or tool"
             raise ConfigError(f"no {kind} to train on: {reasons}{fix}")
         return found
 
@@ -94,19 +103,21 @@ def check_choice(name: str, value: object, choices: object) -> None:
         raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
 
 
-def samples_of(dataset: Any) -> Iterator[Any]:
-    """Iterate over a list, a JSONL file, a Hugging Face dataset or another iterable of samples.
+def samples_of(dataset: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, sample) of a list called `name`, a JSONL file, a Hugging Face dataset or another iterable.
 
     Raises:
       ConfigError: a dict of splits, or something else that has no samples.
     """
     if isinstance(dataset, str | os.PathLike):
         if not os.path.isfile(dataset):
-            name = shorten(repr(os.fspath(dataset)), 80)
+            path = shorten(repr(os.fspath(dataset)), 80)
             raise ConfigError(
-                f"{name} is no file: give the path of a JSONL file, a list of samples or a Hugging Face dataset"
+                f"{path} is no file: give the path of a JSONL file, a list of samples or a Hugging Face dataset"
             )
-        return _json_lines(dataset)
+        return json_lines(dataset)
+    if isinstance(dataset, FileSamples):
+        return iter(dataset.items())
     if isinstance(dataset, Mapping):
         raise ConfigError(f"dataset is a mapping with {some_of(dataset)}: pass one split, such as dataset['train']")
     if isinstance(dataset, bytes) or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
@@ -114,19 +125,29 @@ def samples_of(dataset: Any) -> Iterator[Any]:
             f"dataset is {type(dataset).__name__}: must be a list of samples, the path of a JSONL file or a Hugging "
             "Face dataset, such as datasets.load_dataset(...)['train']"
         )
-    return iter(dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)
+    samples = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+    return ((f"{name}[{number}]", sample) for number, sample in enumerate(samples))
 
 
-def _json_lines(path: str | os.PathLike) -> Iterator[Any]:
+def json_lines(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
+    """Yield (place, sample) of each line of a JSONL file that is not empty.
+
+    Raises:
+      ConfigError: a line that is no JSON in UTF-8.
+    """
     with open(path, "rb") as file:  # lines end with \n alone, and json decodes them
         for number, line in enumerate(file, 1):
+            place = f"{os.fspath(path)} line {number}"
             try:
                 if line.strip():
-                    yield json.loads(line)
+                    yield place, json.loads(line)
+            except UnicodeDecodeError as error:  # a ValueError too
+                wrong = f"{error.reason} at byte {error.start}"
+                raise ConfigError(f"{place} is no text in UTF-8 ({wrong}): save the file as UTF-8") from None
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
-                    f"{os.fspath(path)} line {number} is no JSON ({error}): expected a sample in each line; "
-                    "datasets.load_dataset reads other formats"
+                    f"{place} is no JSON ({error}): expected a sample in each line; datasets.load_dataset reads other "
+                    "formats"
                 ) from None
 
 

@@ -85,10 +85,10 @@ def pieces_of(samples: Sequence[Encoded], vocab_size: int | None) -> tuple[Piece
 
 
 class PackedRows:
-    """Pieces of documents in rows of `length` tokens: several in a row, or one."""
+    """Pieces of documents in rows of `length` tokens: several in a row, or one, without segments."""
 
     def __init__(self, store: Pieces, length: int, packed: bool):
-        self.store, self.length = store, length
+        self.store, self.length, self.packs = store, length, packed
         self.pieces, self.offsets = np.arange(len(store.sizes)), np.arange(len(store.sizes) + 1)  # a row each
         if packed:
             self.pieces, self.offsets = pack_pieces(store.sizes, length)
@@ -102,7 +102,8 @@ class PackedRows:
 
     def rows(self, indices: np.ndarray) -> PyTree:
         groups = [self.pieces[self.offsets[i] : self.offsets[i + 1]] for i in indices.tolist()]
-        return self.store.rows(groups, self.length)
+        rows = self.store.rows(groups, self.length)
+        return rows if self.packs else {name: rows[name] for name in ("inputs", "labels")}
 
 
 class Packed(PackedRows):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jzero.errors import ConfigError, one_line, shorten
+from jzero.errors import ConfigError, one_line, shorten, some_of
 
 Message = Mapping[str, Any]
 Tools = Sequence[Message] | None  # JSON schemas
@@ -121,6 +121,9 @@ class Template:
             raise
         except Exception as error:  # of jinja2, or whatever a template makes of these messages
             reason = shorten(one_line(str(error)), 300)
+            nulls = [f"message {n} ({x['role']})" for n, x in enumerate(messages, 1) if x.get("content") is None]
+            if nulls:  # transformers leaves null out, so that Jinja tells of an attribute
+                reason = f'content of {some_of(nulls)} is null: must be a text, "" for none ({reason})'
             raise ConfigError(f"the chat template refuses the messages: {reason}") from error
 
     def _encode(self, text: str, spans: list[tuple[int, int]], add_special_tokens: bool = False) -> Encoded:

@@ -91,7 +91,7 @@ def write_tokens(
 
 def documents(texts: Any, column: str = "text") -> Iterator[str]:
     """Iterate over the texts that `write_tokens` takes."""
-    return (_text(f"texts[{number}]", sample, column) for number, sample in enumerate(samples_of(texts)))
+    return (_text(place, sample, column) for place, sample in samples_of(texts, "texts"))
 
 
 def _text(name: str, sample: object, column: str) -> str:

@@ -112,9 +112,12 @@ def callers_optimizer(optimizer: object, lr: LRSchedule | None) -> Transform:
     if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
     if not callable(optimizer):
+        fix = 'leave it out and write "optimizer" in the config, or pass optax.adamw()'
+        if isinstance(optimizer, optax.MultiSteps):
+            fix = 'jzero accumulates: set "gradient_accumulation_steps" in the config, and pass the optimizer inside'
         raise ConfigError(
             f"optimizer: {shorten(one_line(repr(optimizer)), 80)} is neither an optax.GradientTransformation nor a "
-            'function from a schedule to one; leave it out and write "optimizer" in the config, or pass optax.adamw()'
+            f"function from a schedule to one; {fix}"
         )
     if lr is None:
         raise ConfigError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, some_of
 from jzero.kernels.fp8 import delayed_scaling
 from jzero.kernels.fp8.quantized import GRADIENTS
 from jzero.layout import offload, storage
@@ -55,6 +55,22 @@ class Result(NamedTuple):
     aside: Aside
 
 
+def noting_batch(f: Callable) -> Callable:
+    """Add the micro-batch to exceptions of the model, which tell of a matmul's shapes or of a key alone."""
+
+    @wraps(f)
+    def noted(self: DeviceFunctions, masters: PyTree, parts: Parts, *rest: object) -> object:
+        try:
+            return f(self, masters, parts, *rest)
+        except Exception as error:
+            leaves = named(parts[0]).items()
+            shapes = [f"{name} {x.dtype}{[self.micro, *x.shape[1:]]}".strip() for name, x in leaves]
+            error.add_note(f"while the model was traced with a micro-batch of {some_of(shapes)}")
+            raise
+
+    return noted
+
+
 @dataclass(frozen=True)
 class DeviceFunctions:
     """The functions that `jax.shard_map` maps over the mesh: local masters and local batch in, local gradients out."""
@@ -69,6 +85,7 @@ class DeviceFunctions:
     def axes(self) -> tuple[str, ...]:
         return present(self.placed.mesh, *BATCH_AXES)
 
+    @noting_batch
     def gradients(
         self, masters: PyTree, parts: Parts, extra: PyTree, rng: jax.Array, scale: jax.Array, first: Any = 0,
         histories: delayed_scaling.Histories | None = None,
@@ -136,12 +153,14 @@ class DeviceFunctions:
         counts = lax.map(one, (jnp.arange(accum), batch))
         return nonzero(self.all_reduce(counts.sum())), None
 
+    @noting_batch
     def evaluate(self, masters: PyTree, parts: Parts, extra: PyTree) -> Sums:
         """Compute the loss and metrics of the global batch without dropout (rng None)."""
         _, batch, weights = self.begin(masters, parts, extra)
         losses = self.passes.losses(weights, batch, None)
         return means(self.all_reduce(total(losses)))
 
+    @noting_batch
     def predict(self, masters: PyTree, parts: Parts, extra: PyTree, rng: Any = None, index: Any = 0) -> PyTree:
         """Run a model that returns a row of results for each row of its batch.
 
@@ -158,6 +177,7 @@ class DeviceFunctions:
                 )
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
+    @noting_batch
     def micro_loss(
         self, masters: PyTree, parts: Parts, extra: PyTree, rng: jax.Array, index: jax.Array,
         histories: delayed_scaling.Histories | None = None,

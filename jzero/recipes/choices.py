@@ -93,6 +93,8 @@ class Options:
                 problems.append(f"--{name} {value}: must be positive")
         if problems:
             raise ConfigError(*problems)
+        if self.memory is not None:
+            parse_size(str(self.memory), "--memory")  # a number would be bytes
 
 
 class Choices(NamedTuple):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jzero.data.chat import Chat, Pairs
-from jzero.data.conversations import LengthLimit
+from jzero.data.conversations import FileSamples, LengthLimit, json_lines
 from jzero.data.packing import PackedRows, pieces_of
 from jzero.data.template import Encoded, Template, how_to_read, read_messages
 from jzero.errors import ConfigError, install_command, shorten, some_of
-from jzero.tree import PyTree
 
 KINDS = {  # kind -> its fields; the first that fits
     "preferences": ("chosen", "rejected"),
@@ -22,6 +19,7 @@ KINDS = {  # kind -> its fields; the first that fits
     "completions": ("prompt", "completion"),
     "text": ("text",),
 }
+COLUMNS = {".csv": "", ".tsv": r', sep="\t"'}  # the options with which `datasets` reads them
 TAKEN = {"text": (str, "a string"), "messages": (list, "a list of messages")}  # by field; others take both
 FORMS = (
     '{"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or {"prompt", "chosen", "rejected"}'
@@ -41,7 +39,7 @@ class Texts(PackedRows):
       ConfigError: as `jzero.data.Chat`; a tokenizer without an end token.
     """
 
-    def __init__(self, samples: Sequence[Any], tokenizer: Any, *, length: int, pack: bool, vocab_size: int):
+    def __init__(self, samples: FileSamples | list[Any], tokenizer: Any, *, length: int, pack: bool, vocab_size: int):
         template, self.limit = Template(tokenizer), LengthLimit(length, "cut")
 
         def encode(sample: Any) -> list[Encoded]:
@@ -54,15 +52,10 @@ class Texts(PackedRows):
 
         store, _ = pieces_of(self.limit.encode(samples, encode, "text"), vocab_size)
         super().__init__(store, length, pack)
-        self.packs = pack
 
     def __repr__(self) -> str:
         rows = f"{len(self):,} rows of {self.length:,}, {self._filled:.1%} filled"
         return f"Texts({len(self.store.sizes):,} texts in {rows})"
-
-    def rows(self, indices: np.ndarray) -> PyTree:
-        rows = super().rows(indices)
-        return rows if self.packs else {name: rows[name] for name in ("inputs", "labels")}
 
 
 Rows = Chat | Pairs | Texts
@@ -72,7 +65,7 @@ class Examples(NamedTuple):
     """Samples of one kind of KINDS, and the name of their file."""
 
     kind: str
-    samples: list[Any]
+    samples: FileSamples | list[Any]
     name: str
 
     def rows(self, tokenizer: Any, length: int, vocab_size: int, pack: bool) -> Rows:
@@ -94,13 +87,13 @@ def read_examples(path: str | Path) -> Examples:
       ConfigError: no such file, an unreadable or empty one, unknown or mixed fields; it names the line.
     """
     path = Path(path)
-    samples, kind, first = [], "", ""
+    samples, kind, first = FileSamples(), "", ""
     for where, sample in _samples(path):
         found = kind_of_sample(sample, where)
         if kind and found != kind:
             raise ConfigError(f"{where} is {found}, but {first} is {kind}: give one kind of sample per file")
         kind, first = kind or found, first or where
-        samples.append(sample)
+        samples[where.removeprefix(f"{path} ")] = sample
     if not samples:
         raise ConfigError(f"{path} is empty: expected a sample in each line, with the fields {FORMS}")
     return Examples(kind, samples, path.name)
@@ -131,36 +124,36 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (where a sample is, the sample)."""
     if not path.exists():
         raise ConfigError(f"{path}: no such file or directory")
-    if path.is_dir() or path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix == ".parquet":
         yield from ((f"{path} row {number}", row) for number, row in enumerate(_table(path), 1))
         return
-    if path.suffix not in (".json", ".jsonl"):
+    if suffix in COLUMNS:
+        read = f'datasets.load_dataset("csv", data_files={str(path)!r}{COLUMNS[suffix]})'
+        made = f'{read}["train"].to_json({str(path.with_suffix(".jsonl"))!r})'
+        raise ConfigError(f"{path} is a table: expected JSONL, which this line of Python makes of it: {made}")
+    if suffix not in (".json", ".jsonl"):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from None
+            place = f"line {error.object.count(10, 0, error.start) + 1}, byte {error.start}"
+            raise ConfigError(f"{path} is no text in UTF-8 ({error.reason}, {place}): save it as UTF-8") from None
         yield from [(str(path), {"text": text})] * bool(text.strip())
         return
-    with path.open("rb") as file:  # lines end with \n alone, and json decodes them
-        for number, line in enumerate(file, 1):
-            if number == 1 and _is_array(line, file):
-                fix = f"`jq -c '.[]' {path.name}` writes these lines"
-                raise ConfigError(f"{path} is one JSON array: expected a sample in each line; {fix}")
-            try:
-                if line.strip():
-                    yield f"{path} line {number}", json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"{path} line {number} is no JSON ({error}): expected a sample in each line"
-                ) from None
+    if _is_array(path):
+        fix = f"`jq -c '.[]' {path.name}` writes these lines"
+        raise ConfigError(f"{path} is one JSON array: expected a sample in each line; {fix}")
+    yield from json_lines(path)
 
 
-def _is_array(first: bytes, others: Iterable[bytes]) -> bool:
+def _is_array(path: Path) -> bool:
     """Return whether a file is one JSON array: its first line begins one, and ends it only if no other line follows."""
-    try:  # reads on, since a list in a line of its own is no sample
-        return isinstance(json.loads(first), list) and not any(map(bytes.strip, others))
-    except (ValueError, RecursionError):
-        return first.lstrip().startswith(b"[")
+    with path.open("rb") as file:
+        first = file.readline()
+        try:  # reads on, since a list in a line of its own is no sample
+            return isinstance(json.loads(first), list) and not any(map(bytes.strip, file))
+        except (ValueError, RecursionError):
+            return first.lstrip().startswith(b"[")
 
 
 def _table(path: Path) -> Iterator[Any]:
@@ -185,6 +178,7 @@ def _table(path: Path) -> Iterator[Any]:
 def in_parts(text: Encoded, length: int) -> list[Encoded]:
     """Cut a text into rows; each begins with the token that the one before ends with, so that every token is a label.
 
+    >>> import numpy as np
     >>> [part.tokens.tolist() for part in in_parts(Encoded(np.arange(6), np.ones(6, bool)), 3)]
     [[0, 1, 2], [2, 3, 4], [4, 5]]
     """

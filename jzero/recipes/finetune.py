@@ -82,6 +82,8 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     out = Path(o.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty directory: name a new one")
+    if Path(model).is_file():
+        raise ConfigError(f"MODEL {model} is a file, no directory or name: swapped? jzero finetune {data} {model}")
     examples = read_examples(data)
     start = starting_point(model, o.tokenizer)
     choices = choose(start, examples, o)

@@ -29,7 +29,7 @@ from jzero.weights.safetensors import TensorWriter
 DTYPES = {
     "float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")
 }  # fmt: skip
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 COMPANIONS = (
     "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.*", "additional_chat_templates",
@@ -203,14 +203,16 @@ class CheckpointParameters:
 
 
 def parse_size(size: str | int, name: str = "max_shard_size") -> int:
-    """Convert a size to bytes; `name` is what an error calls it.
+    """Convert a size to bytes, a text with its unit or an integer; `name` is what an error calls it.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(4096)
     (5000000000, 1572864, 4096)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper())
+    text = f"{size}B" if isinstance(size, int) else size.strip().upper()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text)
     if match is None or match[2] not in UNITS or not (n := int(float(match[1]) * UNITS[match[2]])):
-        raise ConfigError(f"{name} = {size!r}: must be a size such as 5GB, 500MB or 1GiB")
+        hint = f"; did you mean {text}GB?" if match and not match[2] else ""
+        raise ConfigError(f"{name} = {size!r}: must be a size such as 5GB, 500MB or 1GiB{hint}")
     return n
 
 

@@ -85,8 +85,8 @@ def test_documents_of_every_form(kind, tmp_path):
     [
         ("one text", "'one text' is no file: give the path of a JSONL file, a list of samples or a Hugging Face"),
         (b'{"text": "a"}\n{"text": "b"', r"bad.jsonl line 2 is no JSON \(.*\): .*datasets.load_dataset"),
-        (b'{"text": "a"}\n"\xff"', r"bad.jsonl line 2 is no JSON \(.*\)"),
-        (b'{"body": "a"}', r"texts\[0\]: no column 'text': the sample has body$"),
+        (b'{"text": "a"}\n"\xff"', r"bad.jsonl line 2 is no text in UTF-8 \(.* byte 1\): save the file as UTF-8$"),
+        (b'{"body": "a"}', r"bad.jsonl line 1: no column 'text': the sample has body$"),
         (["a", {"text": 3}], r"texts\[1\]: column 'text' is int: must be a string"),
         (["a", b"b"], r"texts\[1\]: no column 'text': the sample is bytes"),
         ({"train": ["a"]}, "is a mapping with train: pass one split"),

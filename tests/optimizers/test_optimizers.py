@@ -150,7 +150,11 @@ def test_an_optimizer_from_user_code_or_the_config():
     assert float(made.update(jnp.ones(1), made.init(jnp.ones(1)))[0][0]) == pytest.approx(-0.01)
     built = make_optimizer(config("SGD", {"lr": 0.5}), schedule(), stacked=None)
     assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == pytest.approx(-0.01)
-    for optimizer, words in (("adam", "'adam' is neither"), (lambda rate: rate, "returned")):
+    for optimizer, words in (
+        ("adam", "'adam' is neither"),
+        (lambda rate: rate, "returned"),
+        (optax.MultiSteps(own, 4), 'MultiSteps.* jzero accumulates: set "gradient_accumulation_steps" in the config'),
+    ):
         with pytest.raises(ConfigError, match=words):
             callers_optimizer(optimizer, schedule())
     with pytest.raises(ConfigError, match="needs one"):

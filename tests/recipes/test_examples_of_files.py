@@ -34,7 +34,8 @@ def tokenizer():
 
 
 def write(path, *lines):
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_bytes(b"".join(text.encode("latin-1") + b"\n" for text in texts))
     return path
 
 
@@ -78,6 +79,7 @@ def test_parts_of_a_text_lose_no_label(tokenizer):
     ("lines", "words"),
     [
         ([CHAT, '{"messages": ['], ["a.jsonl line 2 is no JSON", "expected a sample in each line"]),
+        ([CHAT, '{"text": "é"}'], ["a.jsonl line 2 is no text in UTF-8 (", "at byte 10): save the file as UTF-8"]),
         ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
         ([], ["a.jsonl is empty", '{"text"}']),
         (["", "  "], ["a.jsonl is empty"]),
@@ -110,8 +112,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     for path in ("none.jsonl", tmp_path / "none.jsonl", "none.parquet"):
         with pytest.raises(ConfigError, match=r"none.(jsonl|parquet): no such file or directory$"):
             read_examples(path)
-    (tmp_path / "a.txt").write_bytes(b"ab\xff")
-    with pytest.raises(ConfigError, match="is no text in UTF-8"):
+    (tmp_path / "a.txt").write_bytes(b"a\nb\xff")
+    with pytest.raises(ConfigError, match=r"is no text in UTF-8 \(.*, line 2, byte 3\): save it as UTF-8$"):
         read_examples(tmp_path / "a.txt")
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ConfigError, match="is empty"):
@@ -125,6 +127,37 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         read_examples(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_examples(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "between"), [("a.csv", ","), ("a.TSV", "\t")])
+def test_a_table_is_refused_with_the_line_that_makes_jsonl_of_it(name, between, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = write(tmp_path / name, f"prompt{between}completion", f"1?{between} two")
+    with pytest.raises(ConfigError, match=r"is a table: expected JSONL") as error:
+        read_examples(path)
+    eval(str(error.value).rpartition(": ")[2], {"datasets": datasets})
+    found = read_examples(tmp_path / "a.jsonl")
+    assert (found.kind, [*found.samples.values()]) == ("completions", [{"prompt": "1?", "completion": " two"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (
+            TALK[:1],
+            "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* but the roles are user: ",
+        ),
+        ([{**turn, "role": "bot"} for turn in TALK], "the roles are bot: must be system, user, assistant or tool$"),
+        (
+            [TALK[0], {**TALK[1], "content": None}],
+            r"^line 3: .*content of message 2 \(assistant\) is null: must be a t",
+        ),
+        ([TALK[0], {"role": "assistant", "tool_calls": []}], "^line 3: .* message 2 .assistant. is null"),
+    ],
+)
+def test_a_conversation_that_cannot_be_trained(messages, words, tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match=words):
+        read_examples(write(tmp_path / "a.jsonl", "", "", {"messages": messages})).rows(tokenizer, 64, 258, pack=True)
 
 
 def test_samples_that_cannot_be_encoded(tokenizer):

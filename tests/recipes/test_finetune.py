@@ -180,6 +180,8 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"lr": 0.0}, "--lr 0.0: must be positive"),
         ({"beta": float("nan")}, "--beta nan: must be positive"),
         ({"memory": "lots"}, "--memory = 'lots': must be a size such as 5GB"),
+        ({"memory": "40"}, "--memory = '40': must be a size such as 5GB, 500MB or 1GiB; did you mean 40GB?"),
+        ({"memory": 40}, "did you mean 40GB?"),
         ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
         ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"lenght": 3}, "lenght: not an option; did you mean 'length'?"),
@@ -203,6 +205,8 @@ def test_a_length_beyond_the_models_positions_is_said(directory, data, tmp_path)
 def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").touch()
     for words, said in (
         (["none/none", data("chat")], "none/none: no such directory, and not in the cache"),
         (
@@ -212,7 +216,9 @@ def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys)
         (["qwen3-8b", data("chat"), "--method", "qlora"], "--method qlora: qwen3-8b has no weights to quantise"),
         ([directory, tmp_path / "none.jsonl"], "none.jsonl: no such file or directory"),
         ([directory, data("chat"), "--out", tmp_path / "full"], "exists and is not an empty directory"),
-        ([tmp_path / "full", data("chat")], "full/config.json: no such file or directory"),
+        ([tmp_path / "full", data("chat")], "full/config.json: no such file or directory\n"),
+        ([tmp_path / "run", data("chat")], f"no such file or directory; {tmp_path / 'run' / 'model'} has one"),
+        ([data("chat"), "llama:tiny"], f"swapped? jzero finetune llama:tiny {data('chat')}"),
     ):
         assert cli.main(["finetune", *map(str, words)]) == 2
         error = capsys.readouterr().err

@@ -84,6 +84,34 @@ def gap(outputs, labels):
     return ((outputs - labels) ** 2).mean()
 
 
+def to_labels(module, batch):
+    return ((module(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "error", "seen"),
+    [
+        ({"x": (8, 5), "y": (8, 4)}, TypeError, "x float32[1, 5], y float32[1, 4]"),
+        ({"x": (8, 4)}, KeyError, "x float32[1, 4]"),
+    ],
+)
+def test_an_exception_of_the_model_shows_the_batch(leaves, error, seen):
+    """It keeps its type, in each program and in later steps of another shape."""
+    wrong = {name: np.zeros(shape, np.float32) for name, shape in leaves.items()}
+    right = {name: np.zeros((8, 4), np.float32) for name in "xy"}
+    made, *_ = jzero.initialize(model=from_flax(Checked, loss_fn=to_labels), config=SETTINGS)
+    for call in (
+        lambda: made.train_batch(wrong),
+        lambda: made.step_fn(made.state, wrong),
+        lambda: made.eval_batch(wrong),
+        lambda: float(made(wrong)),
+        lambda: (made.train_batch(right), made.train_batch(wrong)),
+    ):
+        with pytest.raises(error) as found:
+            call()
+        assert f"while the model was traced with a micro-batch of {seen}" in found.value.__notes__
+
+
 WAYS = [{"loss_fn": squares}, {"loss_fn": squares, "stack": "layers"}, {"criterion": gap}]
 
 

@@ -339,6 +339,9 @@ def test_sizes_and_ranges(tmp_path, saved, capsys):
     for size in ("0", "-1GB", "GB", "5,000MB", "1.5.2GB", "5GB junk", "5Gbit"):
         with pytest.raises(jzero.ConfigError, match="must be a size such as 5GB"):
             parse_size(size)
+    for size in ("40", " 1.5 "):
+        with pytest.raises(jzero.ConfigError, match=rf"must be .* did you mean {size.strip()}GB\?"):
+            parse_size(size)
     large = engine(Net())
     large.state.params["stack"]["w"] = large.state.params["stack"]["w"].at[0, 0, 0].set(1e6)
     large.save_checkpoint(tmp_path / "large").wait()
