@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50038,
+    "lines": 50050,
     "files": 271,
-    "statements": 29393,
+    "statements": 29400,
     "Any": 1142,
     "rooms": 40,
     "floors": 16,
