@@ -173,7 +173,8 @@ class Config(Settings):
           replicas: the groups of devices that get rows of their own, see `mesh.replicas`.
           former: the sizes of the run that resumes (`batch` in a checkpoint's notes). Its global batch stays, by
             accumulation, unless the config has changed: to another global batch, or to other sizes on the same number
-            of replicas. Its micro-batch stays too unless the config gives one.
+            of replicas. Its micro-batch stays too, unless the config gives one, or an accumulation that divides the
+            global batch.
 
         Returns:
           Global batch, micro-batch per replica, accumulation steps, and the sizes that were inferred.

@@ -59,10 +59,16 @@ def batch(
     return _sizes(s, train, micro, accum)
 
 
-def _sizes(s: Settings, train: int, micro: int, accum: int) -> BatchSizes:
+def _sizes(s: Settings, train: int, micro: int, accum: int, autos: Collection[str] = ()) -> BatchSizes:
     rows = zip(BATCH, given(s), (train, micro, accum), strict=True)
-    inferred = ", ".join(f"{key} = {size}" for key, own, size in rows if own != size)
+    changed = {key: (None if key in autos else own, size) for key, own, size in rows if own != size}
+    inferred = ", ".join(f"{key} = {size}{instead(own, size)}" for key, (own, size) in changed.items())
     return BatchSizes(train, micro, accum, inferred)
+
+
+def instead(own: int | None, size: int) -> str:
+    """Word that a size is not the one that the config gives; "" if it is, or the config gives none."""
+    return "" if own in (None, size) else f" instead of the config's {own}"
 
 
 def given(s: Settings) -> list[int | None]:
@@ -76,7 +82,8 @@ def keep_global_batch(
     """Keep the global batch of the run that resumes, by accumulation; None if the config's own sizes count.
 
     Learning rate and schedule were tuned for that global batch, and more or fewer replicas are no reason to change it.
-    A config that the user has edited is. An "auto" micro-batch is none, and becomes the checkpoint's.
+    A config that the user has edited is. A micro-batch that the config leaves open ("auto", too) becomes the
+    checkpoint's, unless the config gives an accumulation that divides the batch.
     """
     train, own, micro, accum = former["train"], *given(s)
     if own not in (None, train) or not (own or micro):
@@ -85,9 +92,12 @@ def keep_global_batch(
     edited = accum not in (None, then and then[2]) if auto else then != given(s)
     if edited and (own or former["replicas"] == replicas):
         return None
-    micro = math.gcd(former["micro"], train // replicas) if auto else micro or former["micro"]
+    if (auto or not micro) and accum and train % (accum * replicas) == 0:
+        micro = train // (accum * replicas)
+    else:
+        micro = math.gcd(former["micro"], train // replicas) if auto else micro or former["micro"]
     if train % (micro * replicas) == 0:
-        return _sizes(s, train, micro, train // (micro * replicas))
+        return _sizes(s, train, micro, train // (micro * replicas), autos)
     if own:
         return None
     raise ConfigError(

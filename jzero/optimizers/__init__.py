@@ -102,8 +102,9 @@ def callers_optimizer(optimizer: object, lr: LRSchedule | None) -> Transform:
     """Return the optimizer that user code passed in.
 
     Args:
-      optimizer: an `optax.GradientTransformation` (used unchanged: with its own learning rate and its own view of layer
-        stacks, see `per_layer`), or a function from the schedule (count -> learning rate) to one.
+      optimizer: an `optax.GradientTransformation`, or a function from the schedule (count -> learning rate) to one. It
+        is used unchanged: with its own learning rate, and with each parameter of a layer stack as one array
+        [layers, ...]. Where that changes its updates the step warns (`stack_probe`): wrap it by `per_layer`.
       lr: the schedule.
 
     Raises:

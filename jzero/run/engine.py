@@ -91,7 +91,8 @@ class Engine(CheckpointedRun):
         Args:
           batch: a global batch (leading dimension `train_batch_size()`); or an iterator of micro-batches (leading
             dimension micro x replicas), from which the engine takes `gradient_accumulation_steps()`; or None: the
-            training data.
+            training data. The last two have the same micro-batches on every mesh; of a global batch each device cuts
+            its own rows, see `TrainStep`.
           data_iter: DeepSpeed's name for such an iterator.
           extra: arrays and numbers that the loss takes besides the batch, as for `TrainStep`.
         """

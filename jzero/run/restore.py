@@ -13,7 +13,7 @@ import jax
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.reader import Checkpoint
 from jzero.checkpoint.restoring import CheckedRead, Selection, check_read
-from jzero.config.sizes import BatchSizes, given, keep_global_batch
+from jzero.config.sizes import BatchSizes, given, instead, keep_global_batch
 from jzero.data.order import Position
 from jzero.distributed.place import log_dist
 from jzero.errors import CheckpointError, ConfigError, some_of
@@ -111,7 +111,8 @@ def resumed_batch(notes: Mapping[str, Any], step: TrainStep) -> tuple[BatchSizes
         return now, f"the checkpoint's train_batch_size was {train}; from here on it is {now.train}"
     if sizes is now and then["replicas"] == step.replicas:
         return now, ""
-    return sizes, f"train_batch_size {train} as in the checkpoint: {sizes.accum} micro-batches"
+    own = instead(step.config.gradient_accumulation_steps, sizes.accum)
+    return sizes, f"train_batch_size {train} as in the checkpoint: {sizes.accum} micro-batches{own}"
 
 
 def rate(notes: Mapping[str, Any], step: TrainStep) -> float | None:

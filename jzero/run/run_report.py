@@ -138,10 +138,10 @@ def _plus(plus: ZeroPlusPlus) -> Iterator[str]:
 
 
 def _warnings(step: TrainStep) -> list[str]:
-    """List the precision that the config leaves open, what is odd about adapters, keys that do nothing."""
-    precision = [step.precision.why] if step.precision.why else []
+    """List what the config leaves open, what is odd about an optimizer or adapters, and keys that do nothing."""
+    found = filter(None, (step.precision.why, step.setup.optimizer.warning))
     ignored = (f"ignored: {line}" for line in _by_reason(step.config.ignored))
-    return [*precision, *_beside_adapters(step), *ignored]
+    return [*found, *_beside_adapters(step), *ignored]
 
 
 def _beside_adapters(step: TrainStep) -> Iterator[str]:

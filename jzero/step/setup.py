@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from jzero.layout.zero import Rule, stage_rule
 from jzero.mesh import EXPERT, PIPE, TENSOR, batch_spec, is_gpu, replicas, resolve_mesh
 from jzero.model import Model, ModelFacts, check_model
 from jzero.optimizers import lr_schedules, transforms
+from jzero.optimizers.stack_probe import stack_warning
 from jzero.passes.gradients import DeviceFunctions
 from jzero.passes.sequential import Passes, Read, sequential
 from jzero.pipeline.stages import pipelined
@@ -55,12 +57,14 @@ class StepOptimizer:
       schedule: the learning rate over the applied steps; None if the caller's optimizer does not expose it.
       groups: its parameter groups; the last one has the parameters that the config's groups leave over.
       callers: whether the caller passed it in.
+      warning: why a caller's optimizer is not what it seems; "" if it is.
     """
 
     tx: optax.GradientTransformationExtraArgs
     schedule: Any
     groups: tuple[optimizers.Group, ...]
     callers: bool
+    warning: str
 
 
 @dataclass(frozen=True)
@@ -244,10 +248,14 @@ def resolve_optimizer(
     dims = {leaf.name: len(leaf.shape) - leaf.stacked for leaf in leaves if leaf.trainable}
     frozen = [leaf.name for leaf in leaves if not leaf.trainable]
     groups = optimizers.make_groups(config.optimizer if optimizer is None else None, dims, frozen, facts.names)
+    trained, _ = partition(layouts, sharding.trainable(layouts))
+    warning = ""
     if optimizer is not None:
         tx = optimizers.callers_optimizer(optimizer, schedule)
+        if facts.has_stack and (warning := stack_warning(tx, trained)):
+            warnings.warn(warning, stacklevel=2)
     else:
-        stacked, _ = partition(jax.tree.map(lambda layout: layout.stacked, layouts), sharding.trainable(layouts))
+        stacked = jax.tree.map(lambda layout: layout.stacked, trained)
         tx = optimizers.make_optimizer(
             config.optimizer, schedule, stacked=stacked, fused=optimizers.fused_matrices(facts.model, layouts),
             groups=groups, state_dtype=precision.optimizer_state,
@@ -258,7 +266,7 @@ def resolve_optimizer(
     tx = optax.with_extra_args_support(tx)  # reduce_on_plateau takes the loss
     if config.ema:
         tx = transforms.with_ema(tx, config.ema.decay)
-    return StepOptimizer(tx, schedule, groups, optimizer is not None)
+    return StepOptimizer(tx, schedule, groups, optimizer is not None, warning)
 
 
 def resolve_schedule(

@@ -235,7 +235,8 @@ class TrainStep:
 
         Args:
           batch: a pytree whose leaves have the leading dimension `batch_sizes.train`; NumPy or JAX arrays, or
-            PyTorch's tensors on the host.
+            PyTorch's tensors on the host. Each device has a block of rows, and micro-batch k is the k-th part of every
+            block: means over rows do not depend on the mesh, but BatchNorm's statistics of a micro-batch do.
           extra: any pytree of arrays and numbers that the loss takes besides the batch: a teacher's parameters, a
             scalar that changes with the step. It reaches the loss whole on every device.
 

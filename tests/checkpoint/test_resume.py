@@ -117,7 +117,7 @@ BATCHES = [[None, 2, 2], [32, 2, 2], [32, None, 2], [32, 2, None]]
 
 @pytest.mark.parametrize("sizes", some(BATCHES, [BATCHES[0], BATCHES[2]]), ids=str)
 def test_fewer_devices_keep_the_global_batch(tmp_path, sizes):
-    """And the micro-batch, though by the config alone one of them would change, or they would not fit."""
+    """And the accumulation if the config gives no micro-batch, or else the micro-batch."""
     sizes = dict(zip(SIZES, sizes, strict=True))
     eight = build((2, {"zero": 8}, 2, {}), training_data=data(), **sizes)
     straight = [float(eight.train_batch()) for _ in range(2)]
@@ -125,13 +125,13 @@ def test_fewer_devices_keep_the_global_batch(tmp_path, sizes):
     straight += [float(eight.train_batch()) for _ in range(4)]
     for zero in (4, 2, 1):
         fewer = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path, **sizes)
-        assert fewer.train_batch_size() == 32
-        assert fewer.get_batch_info() == (32, 2, 16 // zero)
+        there = (32, 2, 16 // zero) if sizes["train_micro_batch_size_per_gpu"] else (32, 16 // zero, 2)
+        assert fewer.get_batch_info() == there
         losses = [float(fewer.train_batch())]
         fewer.save_checkpoint(tmp_path / f"{zero}")
         for _ in range(3):  # and restarted there, once and again
             again = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path / f"{zero}", **sizes)
-            assert again.get_batch_info() == (32, 2, 16 // zero)
+            assert again.get_batch_info() == there
             losses.append(float(again.train_batch()))
             again.save_checkpoint()
         np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
@@ -153,7 +153,7 @@ def test_the_config_says_another_batch_by_now(tmp_path):
     few = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 4}
     build((2, {"zero": 2}, 4, {}), **few).save_checkpoint(tmp_path)
     more = build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few)
-    assert more.get_batch_info() == (32, 4, 1)
+    assert more.get_batch_info() == (32, 1, 4)
     few["train_micro_batch_size_per_gpu"], few["gradient_accumulation_steps"] = None, 2
     build((0, {}, 4, {}), **few).save_checkpoint(tmp_path)  # micro-batches of 16, which 8 replicas have no room for
     assert build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few).get_batch_info() == (32, 2, 2)
@@ -171,7 +171,8 @@ def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     full = dict(zip(SIZES, (32, 2, 8), strict=True))
     build(two, **full).save_checkpoint(tmp_path)
     fewer = build((2, {"zero": 1}, 2, {}), resume=tmp_path, **full)
-    assert "train_batch_size 32 as in the checkpoint: 16 micro-batches" in capfd.readouterr().out
+    line = "train_batch_size 32 as in the checkpoint: 16 micro-batches instead of the config's 8"
+    assert line in capfd.readouterr().out
     fewer.load_checkpoint(tmp_path / "48")
     assert "the checkpoint's train_batch_size was 48; from here on it is 32" in capfd.readouterr().out
     assert fewer.get_batch_info() == (32, 2, 16)

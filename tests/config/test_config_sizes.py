@@ -75,6 +75,26 @@ def test_a_batch_of_fewer_rows_than_replicas(given, text):
     assert str(error.value).endswith(text)
 
 
+@pytest.mark.parametrize(
+    ("given", "replicas", "sizes"),
+    [
+        ((32, None, 2), 2, (32, 8, 2, f"{MICRO} = 8")),
+        ((32, "auto", 2), 8, (32, 2, 2, f"{MICRO} = 2")),
+        (("auto", "auto", 2), 2, (32, 8, 2, f"{TRAIN} = 32")),  # "auto" means 8 in a fresh run
+        ((32, 4, 2), 2, (32, 4, 4, f"{ACCUM} = 4 instead of the config's 2")),
+        ((32, None, 8), 8, (32, 4, 1, f"{MICRO} = 4, {ACCUM} = 1 instead of the config's 8")),
+        ((32, None, None), 2, (32, 4, 4, f"{MICRO} = 4, {ACCUM} = 4")),
+        ((None, 4, 2), 1, (32, 4, 8, f"{TRAIN} = 32, {ACCUM} = 8 instead of the config's 2")),
+    ],
+)
+def test_a_resume_on_other_devices_keeps_the_sizes_that_fit(given, replicas, sizes):
+    """The run of the checkpoint had the same config: 32 = 4 x 2 x 4 replicas."""
+    config = Config.load(dict(zip((TRAIN, MICRO, ACCUM), given, strict=True)))
+    numbers = [None if size == "auto" else size for size in given]
+    former = {"train": 32, "micro": 4, "replicas": 4, "given": numbers}
+    assert config.batch(replicas, former) == sizes
+
+
 @given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([None, "data", "zero"]))
 def test_mesh_degrees_resolve_the_rest(data, zero, rest):
     mesh = {"data": data, "zero": zero} | ({rest: -1} if rest else {})
