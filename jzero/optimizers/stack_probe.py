@@ -32,7 +32,7 @@ def stack_warning(tx: optax.GradientTransformation, params: PyTree) -> str:
     with contextlib.suppress(Exception), jax.default_device(_host()):
         if names := _misread(tx, tree, tuple(tuple(x.shape) for x in leaves)):
             return (
-                f"the optimizer passed in updates {some_of(names, 3)} otherwise than layer by layer: it sees each "
+                f"the optimizer passed in does not update {some_of(names, 3)} layer by layer: it sees each "
                 "parameter of the layer stack as one array [layers, ...], so that masks by ndim, norms and matrices "
                 'are not those of a layer; pass jzero.optimizers.per_layer(tx, {"ends": False, "stack": True}), and '
                 "leave clipping by the global norm outside of it (gradient_clipping in the config)"
