@@ -131,4 +131,4 @@ SHAPES = {
 )
 def test_which_optimizers_warn(tx, leaves):
     text = stack_warning(tx, SHAPES)
-    assert text.startswith(f"the optimizer passed in updates {leaves} otherwise") if leaves else not text
+    assert text.startswith(f"the optimizer passed in does not update {leaves} layer") if leaves else not text
