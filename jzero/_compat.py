@@ -358,7 +358,7 @@ def function_primitive(name: str, kernel: Callable[..., Callable | None] | None 
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *xs, jaxpr, **_: jax.jit(jaxpr_as_fun(jaxpr))(*xs))
+    primitive.def_impl(lambda *xs, jaxpr, **_: jaxpr_as_fun(jaxpr)(*xs))
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch

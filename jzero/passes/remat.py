@@ -78,8 +78,8 @@ def checkpointed(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, la
     """Make `run(pair, x, key) = block(fetch(pair), x, key)` with activation checkpointing.
 
     The backward pass recomputes: under "none" cheap operations of a layer, see `leanly`; under "matmuls" everything but
-    products with weights and fused attention; under "full" everything. `cpu_checkpointing` keeps the layer's input, and
-    under "matmuls" the products (fused attention is then recomputed), in host memory.
+    matmuls with weights and fused attention; under "full" everything. `cpu_checkpointing` keeps the layer's input, and
+    under "matmuls" the matmuls (fused attention is then recomputed), in host memory.
 
     Args:
       unrolled: whether XLA sees the forward and the backward pass in one program, without a loop around each.
@@ -147,7 +147,8 @@ def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: b
         return arrays(block(fetch(pair), x, key))
 
     def forward(pair: Any, x: Any, key: jax.Array | None) -> tuple[Any, Callable]:
-        chunk = Chunk(function, (pair, (), (x, key), ()), again=again, keep=layer and remat.kind == "none")
+        lean = remat.kind == "matmuls"
+        chunk = Chunk(function, (pair, (), (x, key), ()), again=again, keep=layer and not lean, inline=lean)
         (y, _), kept = chunk.forward(pair, (), (x, key), ())
         return y, Partial(partial(backward, chunk), pair, kept)
 

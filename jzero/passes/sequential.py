@@ -166,7 +166,10 @@ def _stack_loss(
     suffix = kernels(suffix)
     if remat.kind != "none" and _has_layers(model):
         run = checkpointed(lambda pair: combine(*pair), prefix, remat, unrolled=True)
-        prefix = lambda ends, *rest: run(split_floats(ends), *rest)  # noqa: E731
+
+        def prefix(ends: DeviceWeights, *rest: Any) -> Any:
+            return run(split_floats(ends), *rest)
+
     fetch_layer = partial(fetch_params, layouts[STACK], precision=precision)
     layer = checkpointed(fetch_layer, ordered_backward(block) if listed else block, remat, unrolled=listed, layer=True)
 

@@ -138,6 +138,8 @@ def custom_vjp(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> 
     if group.no_gradient:
         return interpret(group, program_of(eqn), values)
     values, has_gradient = [group.summed(v) for v in values], _floats(eqn.outvars)
+    constants = eqn.params["num_consts"]  # closed-over arrays come first, and have no gradient
+    floats = [False] * constants + _floats(eqn.invars[constants:])
 
     def forward(x: PyTree, others: PyTree) -> Any:
         return jax.vjp(partial(_of_floats, eqn, others), x)
@@ -156,7 +158,7 @@ def custom_vjp(group: ModelGroup, eqn: Equation, values: list[ShardedArray]) -> 
 
     def run_forward(*xs: ShardedArray) -> Any:
         with group.without_gradient():  # which often calls the function itself
-            ys, pullback = spread(forward, group)(*partition(list(xs), _floats(eqn.invars)))
+            ys, pullback = spread(forward, group)(*partition(list(xs), floats))
         return [group.summed(v) for v in ys], pullback
 
     def run_backward(pullback: Any, gradients: list[ShardedArray]) -> Any:

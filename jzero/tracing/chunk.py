@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,14 @@ class Chunk:
         nor complex. The context is other arguments that do not depend on x: keys, indices.
       split: whether to make `input_backward` and `weight_backward` instead of `backward`.
       keep: whether the backward pass keeps the results of elementwise functions of one array.
+      inline: whether what a `jax.jit` in f computes is kept or computed again equation by equation.
       again: (equation, whether it depends on neither x nor state) -> whether the backward pass may run it again.
     """
 
     def __init__(
         self, f: Callable, operands: tuple[PyTree, PyTree, PyTree, PyTree], *, split: bool = False,
         again: Callable[[Equation, bool], bool] = lambda eqn, constant: constant or is_cheap(eqn), keep: bool = False,
+        inline: bool = False,
     ):  # fmt: skip
         weights, state, x, _ = operands
         if not split:  # a kernel cannot be split in two
@@ -65,6 +68,8 @@ class Chunk:
 
         with own_source():
             traced, (y, _) = jax.make_jaxpr(forward, return_shape=True)(*operands)
+            if inline:
+                traced = jax.make_jaxpr(partial(inlined, traced))(jax.tree.leaves(operands))
         self.program, self.y_tree = Equations(traced), jax.tree.structure(y)
         self.n_y, start = len(jax.tree.leaves(y)), len(jax.tree.leaves(weights))
         stop = start + len(jax.tree.leaves((state, x)))

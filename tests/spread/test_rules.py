@@ -45,6 +45,14 @@ recursive = jax.custom_vjp(calls_itself)  # the usual form: the forward pass cal
 recursive.defvjp(lambda x: (recursive(x), x), lambda x, g: jax.vjp(calls_itself, x)[1](2 * g))
 
 
+def by_table(x):
+    return x * jnp.arange(8.0)
+
+
+with_a_table = jax.custom_vjp(by_table)  # a closed-over array, as QLoRA's table of values
+with_a_table.defvjp(lambda x: (by_table(x), None), lambda _, g: (2 * g * jnp.arange(8.0),))
+
+
 def until(x):
     return lax.while_loop(lambda x: x.sum() < 0, lambda x: x + 1, lax.stop_gradient(x))
 
@@ -153,6 +161,7 @@ CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "custom_jvp": (lambda x, w: jax.nn.relu(x @ w), [(2, 4, 4), (4, 8)], []),
     "custom_vjp": (own_backward, [(4, 8)], [((4, 8), 5)]),
     "recursive custom_vjp": (recursive, [(4, 8, 2)], []),
+    "custom_vjp with a table": (with_a_table, [(4, 8)], []),
     "checkpoint": (jax.checkpoint(lambda x, w: jnp.sin(x @ w)), [(2, 4, 4), (4, 8)], []),
     "scan": (loop, [(2, 8, 4), (4, 4), (4, 2, 8, 4)], []),
     "while": (until, [(4, 8)], []),

@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Literal
 
 import jzero
+from jzero.config.sections import ActivationCheckpointing
 from jzero.passes.remat import Remat, leanly
 from jzero.planner import gpu_devices
 from jzero.tracing.chunk import Chunk
@@ -161,6 +162,23 @@ def test_the_gradient_of_complex_activations():
     expected = jax.grad(loss(lambda x: lambda w: block(w, x, None)[0]))(np.eye(4, dtype=np.float32))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_jit_in_a_layer_hides_nothing():
+    def feed_forward(w, x, key):
+        y = jnp.sin(x @ w)
+        return (jnp.sort(y) * y) @ w, ()
+
+    def kept(block):
+        remat = Remat(ActivationCheckpointing(policy="matmuls"), 0, False)
+        layer = leanly(lambda pair: pair[0], block, remat, unrolled=True, layer=True)
+        _, pullback = jax.eval_shape(
+            lambda w, x: jax.vjp(lambda *args: layer((args[0], ()), args[1], None)[0], w, x), w, x
+        )
+        return sorted(str(x) for x in jax.tree.leaves(pullback))
+
+    w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    assert kept(jax.jit(feed_forward)) == kept(feed_forward)
 
 
 def test_nothing_is_kept_of_what_is_free():

@@ -192,7 +192,7 @@ cut_with_rows.defvjp(lambda y, rows: (_cut(y, rows), None), _joined)
 # A product as one equation of a trace: of x [..., K] and the parts of a matrix without a gradient. Its parameter `make`
 # makes the matrix, forward and backward: `make(*parts, operand) -> (operand, matrix [K, ...])`.
 FROZEN = "frozen_dot_general"
-Weight = jax.Array | Partial  # the latter: make(*parts)
+Weight = jax.Array | Partial  # the latter: (operand, matrix [K, N]) = make(*parts, operand)
 
 
 def mapped_dot_general(
@@ -215,6 +215,7 @@ def _products(
 
 def _forward(f: Elementwise, precision: Precision, keep: bool, xs: tuple, ws: tuple) -> tuple[tuple, tuple]:
     (x,) = map_parts(f, xs, [1])
+    keep = keep and not all(isinstance(w, Partial) for w in ws)  # no gradient of a frozen weight reads it
     return tuple(lax.dot(*_made(x[:, 0], w), precision=precision) for w in ws), (xs, ws, x if keep else None)
 
 
@@ -226,9 +227,10 @@ def _made(operand: jax.Array, w: Weight) -> tuple[jax.Array, jax.Array]:
 
 def _backward(f: Elementwise, precision: Precision, keep: bool, kept: tuple, gs: tuple) -> tuple[tuple, tuple]:
     xs, ws, x = kept
-    pairs = zip(gs, ws, strict=True)
-    numbers = (((1,), (1,)), ((), ()))
-    dx = reduce(jnp.add, (lax.dot_general(*_made(g, w), numbers, precision=precision) for g, w in pairs))
+    across = (((1,), (1,)), ((), ()))
+    dx = reduce(
+        jnp.add, (lax.dot_general(*_made(g, w), across, precision=precision) for g, w in zip(gs, ws, strict=True))
+    )
     counts = [x.shape[1] for x in xs]
     pullback = Pullback(f, tuple(range(sum(counts))))
 
@@ -236,17 +238,16 @@ def _backward(f: Elementwise, precision: Precision, keep: bool, kept: tuple, gs:
     def both(*parts: jax.Array) -> list[jax.Array]:
         return [*pullback(*parts), *f(*parts[:-1])]
 
-    frozen = [isinstance(w, Partial) for w in ws]
-    if keep or all(frozen):
+    if x is not None or all(isinstance(w, Partial) for w in ws):
         dxs = map_parts(pullback, [*xs, dx[:, None]], counts)
     else:
         *dxs, x = map_parts(both, [*xs, dx[:, None]], [*counts, 1])
-    numbers = (((0,), (0,)), ((), ()))
-    dws = (
-        None if still else lax.dot_general(x[:, 0], g, numbers, precision=precision)
-        for g, still in zip(gs, frozen, strict=True)
-    )
-    return tuple(dxs), tuple(dws)
+    down = (((0,), (0,)), ((), ()))
+
+    def gradient(g: jax.Array, w: Weight) -> jax.Array | None:
+        return None if isinstance(w, Partial) else lax.dot_general(x[:, 0], g, down, precision=precision)
+
+    return tuple(dxs), tuple(map(gradient, gs, ws))
 
 
 _products.defvjp(_forward, _backward)
