@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50183,
+    "lines": 50193,
     "files": 272,
-    "statements": 29483,
+    "statements": 29493,
     "Any": 1142,
     "rooms": 40,
     "floors": 16,
