@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50193,
+    "lines": 50195,
     "files": 272,
-    "statements": 29493,
+    "statements": 29495,
     "Any": 1142,
     "rooms": 40,
     "floors": 16,
