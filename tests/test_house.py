@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50191,
+    "lines": 50207,
     "files": 272,
-    "statements": 29486,
+    "statements": 29502,
     "Any": 1144,
     "rooms": 40,
     "floors": 16,

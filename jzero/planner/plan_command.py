@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +93,7 @@ def main(args: Namespace) -> int:
     with of_the_model(args.model, args.seq):
         made = lower_step(model, config, shapes, cluster).plan(_rates(args))
     text = plan_text(made, budget_of(made, args.tokens, args.price)), about(args.model, args.set)
-    _show(args, "\n".join(filter(None, text)), made.record(args.tokens, args.price))
+    _show(args, "\n".join(filter(None, text)), lambda: made.record(args.tokens, args.price))
     if args.html:
         made.html(args.html, args.tokens, args.price)
     if made.memory.fits:
@@ -157,9 +157,9 @@ def _rates(args: Namespace) -> Rates:
     return Rates.load(args.rates) if args.rates else Rates.of(args.gpu)
 
 
-def _show(args: Namespace, text: str, record: Mapping[str, object]) -> None:
+def _show(args: Namespace, text: str, record: Callable[[], Mapping[str, object]]) -> None:
     """Print the text, or with `--json` the record; or write the record into a file beside the text."""
-    written = json.dumps(record, indent=1)
+    written = json.dumps(record(), indent=1) if args.json else ""
     if args.json and args.json != "-":
         Path(args.json).write_text(written + "\n", encoding="utf-8")
     print(written if args.json == "-" else text)
@@ -206,7 +206,7 @@ def _search(args: Namespace) -> int:
     config, out = merged(raw, best.candidate), args.out or OUT
     Path(out).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     record = {"schema": SCHEMA, "config": config, **record}
-    _show(args, f"{text}\nwritten: {out}; its plan: {_next(task, out)}", record)
+    _show(args, f"{text}\nwritten: {out}; its plan: {_next(task, out)}", lambda: record)
     if args.frontier:
         frontier_figure(found).savefig(args.frontier)
     return 0

@@ -34,7 +34,7 @@ SLOWED, LOOPS, BETWEEN, EXPOSED = "slowed by communication", "loops", "between s
 
 
 class Trips(NamedTuple):
-    """Segments that repeat: those of the first of some trips of a loop, when it starts, and its length."""
+    """Segments that repeat: those of the first of some trips of a loop, when it starts, and its length, not 0."""
 
     segments: Sequence[Segment | Trips]
     start: float
@@ -252,7 +252,7 @@ class _Walk:
             self._trip(body)
             self.times //= rest
             length = self.compute - start
-            self.segments[done:] = [Trips(self.segments[done:], start, length, rest)]
+            self.segments[done:] = [Trips(self.segments[done:], start, length, rest)] if length else []
             self.compute = start + rest * length  # the other streams have done by then what a trip queued
 
     def _trip(self, body: str) -> None:
@@ -267,6 +267,8 @@ class _Walk:
             branches.append(branch := copy.copy(self))
             branch.__dict__.update({key: v.copy() for key, v in vars(self).items() if isinstance(v, dict | list)})
             branch._walk(name)
+        if not branches:
+            raise UnreadableProgram(op, "a conditional without branches")
         self.__dict__.update(vars(max(branches, key=lambda branch: branch.compute)))
 
 

@@ -119,8 +119,8 @@ def _differing(first: Any, second: Any) -> list[str]:
     """List the leaves in which two extras differ."""
 
     def equal(x: Any, y: Any) -> bool:
-        # Arrays of JAX on the devices: another process may hold a part of them.
-        return x is y or (np.shape(x) == np.shape(y) and bool(np.all(x == y)))
+        # By their own `all`: np.all takes no tensors of torch, and another process may hold a part of an array of JAX.
+        return x is y or (np.shape(x) == np.shape(y) and bool((x == y).all() if np.ndim(x) else x == y))
 
     one, other = named(first), named(second)
     return [n or "extra" for n in one | other if n not in one or n not in other or not equal(one[n], other[n])]

@@ -7,7 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import jax
 
@@ -36,16 +36,20 @@ class CsvFiles:
 
     def __init__(self, config: FilesConfig):
         self._directory = _directory(config)
+        self._files: dict[str, TextIO] = {}  # kept open: opening is slow on network disks
 
     def write(self, values: Mapping[str, float], samples: int, step: int) -> None:
         for name, value in values.items():
-            path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            with open(append(path), "a", newline="") as file:  # for each value, as DeepSpeed does
-                header = [] if file.tell() else [["step", name.rpartition("/")[2]]]  # a resumed run continues the file
-                csv.writer(file, lineterminator="\n").writerows([*header, [samples, value]])
+            if name not in self._files:
+                path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+                self._files[name] = open(append(path), "a", buffering=1, newline="")  # noqa: SIM115
+                if not self._files[name].tell():  # a resumed run continues the file
+                    csv.writer(self._files[name], lineterminator="\n").writerow(["step", name.rpartition("/")[2]])
+            csv.writer(self._files[name], lineterminator="\n").writerow([samples, value])
 
     def close(self) -> None:
-        pass  # no file is open
+        for file in self._files.values():
+            file.close()
 
 
 class JsonLines:
@@ -146,7 +150,7 @@ def enabled(config: Config) -> list[str]:
 
 def _directory(config: FilesConfig) -> Path:
     """Make and return the directory of a run's files: output_path/job_name, as in DeepSpeed."""
-    directory = Path(config.output_path, config.job_name)
+    directory = Path(config.output_path, config.job_name).absolute()  # the program may go to another one
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import shlex
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 
 from jzero import cli
-from jzero.planner import gpus, named_models, plan_command
+from jzero.planner import gpus, named_models, plan_command, plan_facts
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
 from jzero.recipes.recipe_table import load_recipes
 from models import named as published
@@ -48,6 +49,20 @@ def test_a_plan(jzero_plan, tmp_path):
     record = json.loads((tmp_path / "plan.json").read_text())
     assert (record["gpu"]["nodes"], record["gpu"]["count"], record["layout"]["tokens"]) == (2, 4, 4 * 128)
     assert record["budget"]["cost"] == pytest.approx(2 * record["budget"]["gpu_hours"])
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
+def test_a_plan_in_a_source_tree_that_is_not_installed(jzero_plan, monkeypatch):
+    """Only the record names versions."""
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(plan_facts, "version", absent)
+    code, out, _ = jzero_plan(f"{TINY} --gpu h100 --gpus_per_node 1")
+    assert code == 0
+    assert "peak" in out
 
 
 def test_a_missing_config_comes_before_a_missing_compiler(tmp_path, monkeypatch, capsys):

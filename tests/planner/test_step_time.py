@@ -306,6 +306,15 @@ def test_loop(trips):
     assert sum(v for (stream, _), v in t.timeline.items() if stream == "compute") == pytest.approx(t.step_s / 100)
 
 
+def test_a_loop_that_takes_no_time():
+    """Each GPU gathers from itself alone; the gather after the loop has the same label."""
+    alone = BODY.replace("{{0,1,2,3}}", "{{0},{1},{2},{3}}").replace(f"%p = {MATMUL}", "")
+    loop = LOOP + '{"known_trip_count":{"n":"3"}}'
+    t = step_time(program(loop, gather(), DONE, others=alone), RATES)
+    found = {stream: v.sum() for (stream, _), v in t.timeline.items()}
+    assert found == {"communication": pytest.approx(GATHER_S), "compute": pytest.approx(GATHER_S)}
+
+
 def test_the_slowest_branch_counts():
     line = f"%l = {X} conditional(%i, %x, %x), branch_computations={{%body, %empty}}"
     t = step_time(program(INDEX, line, others=BODY), RATES)
@@ -317,6 +326,7 @@ def test_the_slowest_branch_counts():
     ("lines", "named"),
     [
         ([LOOP + "{}"], "%l .while.*trips"),
+        ([INDEX, f"%l = {X} conditional(%i, %x, %x)"], "%l .conditional.*without branches"),
         ([f'%c = {X} custom-call(%x), custom_call_target="triton_kernel_call"'], "%c .custom-call triton_kernel_call"),
         ([f"%c = {X} all-reduce(%x), replica_groups=<new>, to_apply=%add"], "%c .all-reduce.*unknown form"),
         ([f"%c = {X} strange-start(%x)"], "%c .strange-start"),

@@ -12,6 +12,7 @@ from helpers.refusals import refuses
 from helpers.regression import CONFIG, Regression
 
 import jzero
+from jzero.config.observed import FilesConfig
 from jzero.run import monitors
 
 
@@ -105,6 +106,20 @@ def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="csv_monitor: no more curves from this run: OSError: No space left"):
         train(steps=3, **sections)[0]._observers.close()  # it waits for the thread that writes
     assert len((tmp_path / "lines/run/metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_curves_stay_where_they_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    curves = monitors.CsvFiles(FilesConfig(enabled=True, output_path="here", job_name="run"))
+    curves.write({"Train/Samples/lr": 1.0}, 8, 1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    curves.write({"Train/Samples/lr": 2.0, "Train/Samples/eval_loss": 3.0}, 16, 2)
+    expected = {"Train/Samples/lr": [(8, 1.0), (16, 2.0)], "Train/Samples/eval_loss": [(16, 3.0)]}
+    assert read_csv(tmp_path / "here" / "run") == expected
+    curves.close()
+    with pytest.raises(ValueError, match="closed file"):
+        curves.write({"Train/Samples/lr": 3.0}, 24, 3)
 
 
 def test_a_step_is_written_once_it_has_ended_and_a_resumed_run_continues(tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from helpers.sampling import keep
 from helpers.steps import mesh
 
 import jzero
-from jzero import ledger
+from jzero import checkpoint, ledger
 from jzero.cli import main
 from jzero.loss_scale import NonFiniteError
 from jzero.run.diagnosis import replay, watch
@@ -142,3 +143,41 @@ def test_what_a_replay_refuses(tmp_path):
     refuses(lambda: jzero.replay(tmp_path / "saved" / "step1", other), "another model: missing params/bias")
     engine.save_checkpoint(tmp_path / "run", tag="whole").wait()
     refuses(lambda: jzero.replay(tmp_path / "run" / "whole", Net()), "a checkpoint, not a saved step")
+    earlier = checkpoint.save(
+        {"w": jnp.ones(2)}, tmp_path / "saved", "step2", notes={"step": 2, "micro_batch": 0}
+    ).wait()
+    refuses(lambda: jzero.replay(earlier, Net()), "another version of jzero saved this step; let the run save it again")
+
+
+class Nested:
+    """Its batch has other mappings, and so has its extra."""
+
+    def init(self, rng):
+        return {"w": jnp.ones(())}
+
+    def loss(self, params, batch, rng, extra):
+        (inner,) = batch["z"]
+        return (params["w"] * inner["x"] - 10 * inner["a"]).mean() / batch["b"].mean() * extra["scale"]
+
+
+Wrapped = namedtuple("Wrapped", "inner")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "refusal"),
+    [(lambda inner: [inner], None), (Wrapped, "ConfigError: the batch contains a Wrapped; a replay takes dicts")],
+)
+def test_other_mappings_are_saved_as_dicts_and_other_containers_named(wrap, refusal, tmp_path):
+    """JAX lists the leaves of an OrderedDict in its own order, those of a dict by name."""
+    engine = jzero.initialize(model=Nested(), config=config(0, gradient_accumulation_steps=1), mesh=mesh(1))[0]
+    inner = OrderedDict(x=np.array([3, np.inf], np.float32), a=np.ones(2, np.float32))
+    batch = defaultdict(list, z=wrap(inner), b=np.full(2, 5, np.float32))
+    engine.train_batch(batch, extra=OrderedDict(scale=np.float32(2)))
+    with pytest.raises(NonFiniteError) as error:
+        engine.train_batch(batch, extra=OrderedDict(scale=np.float32(2)))
+    text = str(error.value)
+    if refusal:
+        assert refusal in text
+    else:
+        assert "the batch itself is not finite: z/0/x" in text
+        check_replay(tmp_path / "saved" / "step1", Nested(), text)

@@ -110,6 +110,29 @@ def test_the_three_call_loop_takes_it(outside):
         refuses(lambda: other(X[0, :8], extra=TEACHERS[0]), r"engine.loss\(outputs, labels, extra\)")
 
 
+def on_devices(x):
+    return jax.device_put(x, jax.NamedSharding(mesh(), jax.P("zero")))
+
+
+@pytest.mark.parametrize("kind", ["NumPy", "JAX", "PyTorch"])
+def test_the_micro_batches_of_a_step_take_equal_arrays_of_any_kind(kind):
+    make = {"NumPy": np.array, "JAX": on_devices}.get(kind) or pytest.importorskip("torch").tensor
+    engine = jzero.initialize(model=nnx_student(), config=config(accum=2), mesh=mesh())[0]
+
+    def call(part, extra):
+        engine.backward(engine({"x": X[0, part], "y": Y[0, part]}, extra=extra))
+        engine.step()
+
+    first = TEACHERS[0]["teacher"]
+    for part in (slice(0, 8), slice(8, 16)):
+        call(part, {"teacher": make(first), "weight": 1.0})
+    assert engine.global_steps == 1
+    call(slice(0, 8), {"teacher": make(first), "weight": 1.0})
+    other = np.array(first)
+    other[3, 3] += 1
+    refuses(lambda: call(slice(8, 16), {"teacher": make(other), "weight": 1.0}), "differ in teacher: pass the same")
+
+
 def test_parameters_of_another_engine_stay_sharded_until_they_are_used():
     """A GAN's two players take alternating steps, each with the other's parameters."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def save_replay(output_path: str, repeat: Repeat, found: Finding, samples: Any) 
         "config": repeat.setup.config.model_dump(mode="json", include=set(NUMERIC), exclude_unset=True),
     }  # fmt: skip
     try:
-        batch, extra = repeat.micro_batch(found.micro_batch), fed.extra
+        batch, extra = _plain(repeat.micro_batch(found.micro_batch), "the batch"), _plain(fed.extra, "extra")
         notes["structures"] = {"batch": _structure(batch), "extra": _structure(extra)}
         tree = {
             "params": state.params, "batch": jax.tree.leaves(batch), "extra": jax.tree.leaves(extra),
@@ -97,11 +98,10 @@ def replay(directory: str | os.PathLike, model: Any) -> Finding:
     path = Path(directory)
     source = checkpoint.Checkpoint.find(path.parent, path.name)
     notes = source.notes
+    if "micro_batch" not in notes:
+        raise ConfigError(f"{directory}: this is a checkpoint, not a saved step; pass non_finite.output_path/step...")
     if "structures" not in notes:
-        raise ConfigError(
-            f"{directory}: this is a checkpoint, not a saved step, or one of an older jzero; pass "
-            "non_finite.output_path/step..."
-        )
+        raise ConfigError(f"{directory}: another version of jzero saved this step; let the run save it again")
     mesh = make_mesh(devices=jax.local_devices()[:1])
     shapes = jax.eval_shape(_setup(model, notes, mesh, notes["micro"]).model.init, jax.random.key(0))
     ours = {f"params/{name}": tuple(x.shape) for name, x in named(shapes).items()}
@@ -160,16 +160,26 @@ def main(directory: str, model: str) -> int:
     return 0 if found.direction or found.parameters else 1
 
 
-def _structure(tree: PyTree) -> str:
-    """Write a tree's containers as text.
+def _plain(node: PyTree, name: str) -> PyTree:
+    """Turn the mappings of a tree, as an OrderedDict, into dicts: JAX writes the structure of no others.
 
     Raises:
-      ConfigError: a container that is no dict, list or tuple.
+      ConfigError: a container that is no mapping with text as keys, list or tuple.
     """
-    try:
-        return jax.tree.structure(tree).serialize_using_proto().hex()  # type: ignore[attr-defined]  # not in its stubs
-    except ValueError:
-        raise ConfigError("a replay takes batches of dicts with text as keys, lists and tuples alone") from None
+    if isinstance(node, Mapping) and all(isinstance(key, str) for key in node):
+        return {key: _plain(child, name) for key, child in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(_plain(child, name) for child in node)
+    if node is None or jax.tree_util.all_leaves([node]):
+        return node
+    raise ConfigError(
+        f"{name} contains a {type(node).__name__}; a replay takes dicts with text as keys, lists and tuples"
+    )
+
+
+def _structure(tree: PyTree) -> str:
+    """Write a tree's containers as text."""
+    return jax.tree.structure(tree).serialize_using_proto().hex()  # type: ignore[attr-defined]  # not in its stubs
 
 
 def _rebuild(structure: str, name: str, leaves: dict[str, jax.Array]) -> PyTree:
