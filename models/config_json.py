@@ -215,14 +215,21 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
 def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the content of a config.json, for `transformers` 4 and 5: a download's own one while it still holds."""
     c = config
-    content = _content(c, family)
     own = c.download if c.download and c.family == c.download.config["model_type"] else None
-    if own and not _differences(c, decoder_config(own)):
+    content = _content(c, family, {**family.absent, **own.config} if own else {})
+    if own and _holds(own, c):
         content |= {key: x for key, x in own.config.items() if key in content and key not in OWN}
     return content | ({FUTURE: c.future_layers} if FUTURE in family.absent else {})
 
 
-def _content(c: DecoderConfig, family: Family) -> dict[str, Any]:
+def _holds(own: Download, config: DecoderConfig) -> bool:
+    try:
+        return not _differences(config, decoder_config(own))
+    except ConfigError:  # valid only with the fields that the user changed
+        return False
+
+
+def _content(c: DecoderConfig, family: Family, own: Mapping[str, Any]) -> dict[str, Any]:
     content = {"architectures": [family.architecture], "model_type": c.family, **family.needs}
     keys = family.all_keys
     for path, key in keys.items():
@@ -239,7 +246,7 @@ def _content(c: DecoderConfig, family: Family) -> dict[str, Any]:
     content |= {"head_dim": c.latent.rotated, "qk_head_dim": c.head_dim} if c.latent else {"head_dim": c.head_dim}
     content |= {} if c.download else {"max_position_embeddings": 4096}  # RoPE has no limit
     if c.mixture:
-        dense = dense_json(c.dense_layers, c.num_layers, family.dense)
+        dense = dense_json(c.dense_layers, c.num_layers, family.dense, own)
         content |= {**mixture_json(c.family, c.mixture, c.download is not None), **dense}
     return content | patterns_json(c, family.absent) | rope_json(c, family.absent)
 

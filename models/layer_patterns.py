@@ -75,7 +75,8 @@ def patterns_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str,
         content["max_window_layers"] = 0
     if chunked:
         content |= dict(zip(("attn_scale", "floor_scale"), c.temperature or (), strict=False))
-        content |= {TUNING: c.temperature is not None} if c.rope_layers else {}
+        tuning = c.temperature is not None and ((c.download and c.download.config.get(TUNING)) or True)
+        content |= {TUNING: tuning} if c.rope_layers else {}
     family = {
         "use_sliding_window": c.window is not None,
         "position_embedding_type": None if c.rope_layers else "rope",

@@ -96,6 +96,8 @@ class FusedLinear(nnx.LinearGeneral):
             y = dot_general(x, kernel, numbers, precision=self.precision, out_sharding=out_sharding)
         else:
             y = quantized_matmul(self, inputs)
+        if biases and len(self.widths) == 1:  # before the adapter, as peft
+            y, biases = y + biases[0].astype(y.dtype), []
         y = self._adapted(inputs, y)
         parts = jnp.split(y, at, axis=self.cut)
         # Added to the whole product, XLA writes the bias as an array as large as the product, for cuBLAS to add.

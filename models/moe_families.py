@@ -80,8 +80,10 @@ def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in layers if i in (only or ()) or (i + 1) % step or i < (first or 0))
 
 
-def dense_json(dense: tuple[int, ...], layers: int, key: str | None) -> dict[str, Any]:
-    """Return what config.json has of them, in the family's key."""
+def dense_json(dense: tuple[int, ...], layers: int, key: str | None, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json has of them, in the family's key; a download's own keys stay while they hold."""
+    if own and dense_of({**own, "num_hidden_layers": max(layers, own["num_hidden_layers"])}) == dense:
+        return {key: own[key] for key in DENSE if key in own}
     if key == "mlp_only_layers":
         return {key: list(dense), "decoder_sparse_step": 1}
     if key == "moe_layers":

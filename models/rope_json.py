@@ -71,7 +71,7 @@ def _scaling(rope: Mapping[str, Any], there: Mapping[str, Any]) -> RopeScaling |
 
 
 def rope_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json has of RoPE.
+    """Return what config.json has of RoPE; a download's own entries stay while they hold.
 
     Args:
       absent: the family's values of keys that config.json may lack.
@@ -93,6 +93,11 @@ def rope_json(config: DecoderConfig, absent: Mapping[str, Any]) -> dict[str, Any
         near = c.local_theta or c.rope_theta
         content["rope_parameters"] = {"full_attention": rope, "sliding_attention": _parameters(near, None)}
         content |= {"rope_local_base_freq": near} if absent["rope_local_base_freq"] else {}
+    own = {key: x for key, x in c.download.config.items() if x is not None} if c.download else {}
+    # A family's own scaling goes back as numbers.
+    same = rope_of({"rope_theta": 10_000.0, **absent, "rope_scaling": None, **own}, c.local_theta is not None)
+    if all(getattr(c, key) == value for key, value in same.items()):
+        content |= {key: own[key] for key in ("rope_parameters", "rope_scaling") if own.get(key)}
     return content
 
 

@@ -79,6 +79,32 @@ def test_files_go_back_as_they_came(name):
         assert made.config.num_parameters == sum(x.size for x, layout in pairs if not layout.state)
 
 
+CHANGES = {"norm_eps": 1e-3, "rope_theta": 777.0}
+EVERY_2 = {"decoder_sparse_step": 2, "mlp_only_layers": None}
+# family, keys of the download, changed fields, what is written
+KEPT = (
+    ("qwen2_moe-every_2", {"mlp_only_layers": []}, CHANGES, {**EVERY_2, "mlp_only_layers": []}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, {}, EVERY_2),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, {"num_layers": 2}, {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
+    ("llama4", {"attn_temperature_tuning": 4}, CHANGES, {"attn_temperature_tuning": 4}),
+    ("olmo3", {}, {"norm_eps": 1e-3}, {"rope_parameters": CASES["olmo3"].options["rope_parameters"]}),
+    # Before the change, its heads do not divide its width.
+    ("biases", {"num_attention_heads": 5}, {"num_heads": 4, "num_kv_heads": 4}, {"num_attention_heads": 4}),
+)
+
+
+@pytest.mark.parametrize(("name", "keys", "changes", "written"), KEPT, ids=lambda x: x if isinstance(x, str) else "")
+def test_keys_of_a_download_stay_while_they_hold(name, keys, changes, written):
+    """Whatever else the user changes: the files of an earlier export have them too."""
+    case = CASES[name]
+    there = {**case.options, "model_type": getattr(transformers, case.config).model_type, **keys}
+    config = config_from_hf(there, **changes)
+    table = jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs)).weights_layout()
+    found = {**table["download"]["config"], **table["config"]}
+    assert {key: found.get(key) for key in written} == written
+    assert config_from_hf(found) == config
+
+
 def test_the_text_decoder_of_a_model_with_images(tmp_path):
     """Gemma 3 from 4B: a text_config that has only what differs from the class, and a vision tower."""
     text = {key: x for key, x in DECODER.items() if key not in ("num_attention_heads", "num_key_value_heads", *IDS)}

@@ -48,12 +48,8 @@ def test_files_of_transformers_4():
     gemma = {**TINY, "model_type": "gemma3_text", "sliding_window": 5, "num_hidden_layers": 7}
     rope = {"rope_theta": 1000.0, "rope_local_base_freq": 10.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     made = config_from_hf({**gemma, **rope, "sliding_window_pattern": 3})
-    assert (made.global_layers, made.local_theta, made.rope_theta, made.rope_scaling.factor) == (
-        (False, False, True),
-        10.0,
-        1000.0,
-        8.0,
-    )
+    found = made.global_layers, made.local_theta, made.rope_theta, made.rope_scaling.factor
+    assert found == ((False, False, True), 10.0, 1000.0, 8.0)
     kinds = {"layer_types": [KINDS[(i + 1) % 3 == 0] for i in range(7)]}
     assert config_from_hf({**gemma, **kinds, "rope_parameters": NESTED}) == made
     qwen = {**TINY, "model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}
@@ -168,22 +164,19 @@ def test_the_bias_of_a_download_stays(tmp_path):
     assert config_from_hf({**there, "model_type": "deepseek_v2", "num_experts_per_tok": 2}).mixture.bias_rate is None
 
 
-LEFT_OUT = {"attention_dropout": 0.1, "aux_loss_alpha": 0.001, "seq_aux": True}
+LEFT_OUT = {"attention_dropout": 0.1, "aux_loss_alpha": 0.001}
 
 
 def test_what_is_left_out_is_reported():
     there = {**TINY, "model_type": "deepseek_v2", "num_experts_per_tok": 2}
-    notes = {
-        key: decoder(config_from_hf({**there, key: x})).report_notes(np.dtype("f4")) for key, x in LEFT_OUT.items()
-    }
-    plain = decoder(config_from_hf(there)).report_notes(np.dtype("f4"))
-    assert notes["seq_aux"] == plain
-    for key in ("attention_dropout", "aux_loss_alpha"):
-        assert any(line.startswith(f"{key} = {LEFT_OUT[key]}: ") for line in notes[key])
-    assert not any(
-        " = " in line
-        for line in decoder(config_from_hf({**there, "attention_dropout": 0.0})).report_notes(np.dtype("f4"))
-    )
+
+    def notes(**keys):
+        return decoder(config_from_hf(there | keys)).report_notes(np.dtype("f4"))
+
+    for key, x in LEFT_OUT.items():
+        assert any(line.startswith(f"{key} = {x}: ") for line in notes(**{key: x}))
+    assert notes(seq_aux=True, attention_dropout=0.0) == notes()
+    assert not any(" = " in line for line in notes())
 
 
 def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from jzero.passes.remat import Remat, checkpointed
 from jzero.planner import gpu_devices, memory
 from jzero.planner.state_bytes import state_bytes
 from models.llama import Llama, LlamaConfig, preset
-from models.lora import MODULES, FusedLinear, LoRAConfig
+from models.lora import MODULES, FusedLinear, LoRAConfig, LoRALinear
 
 STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 # With adapters for a part of qkv only.
@@ -177,6 +177,19 @@ def test_a_fused_layer_promotes_its_bias_as_flax_does(bias):
     parts = layer(x)
     assert [part.dtype for part in parts] == [bias, bias]
     np.testing.assert_array_equal(jnp.concatenate(parts, -1), own(x))
+
+
+def test_the_bias_of_one_module_comes_before_its_adapter():
+    """As in peft: their sum in bfloat16 depends on the order."""
+    options = {"use_bias": True, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    lora = LoRAConfig(r=2, target_modules=["o_proj"])
+    layer, own = LoRALinear(8, (64,), 0, {"o_proj": 64}, lora, **options), nnx.Linear(8, 64, **options)
+    own.kernel[...] = layer.kernel[...]
+    layer.bias[...] = own.bias[...] = jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16)
+    a, b = layer.o_proj.lora_a[...].astype(jnp.bfloat16), jnp.linspace(1, -2, 128, dtype=jnp.bfloat16).reshape(2, 64)
+    layer.o_proj.lora_a, layer.o_proj.lora_b = nnx.Param(a), nnx.Param(b)
+    x = jax.random.normal(jax.random.key(1), (2, 3, 8), jnp.bfloat16)
+    np.testing.assert_array_equal(layer(x), own(x) + x @ a * lora.scale @ b)
 
 
 def test_adapters_start_at_nothing():
