@@ -34,7 +34,7 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-OF_EXPERTS = re.compile("mlp/(gate_up|down)(_bias)?$")  # of which a token uses a part
+OF_EXPERTS = re.compile("mlp/(gate_up|down)(_bias)?$")  # a token uses some of the experts
 NOT_LATENT = (
     "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width",
 )  # fmt: skip

@@ -107,7 +107,7 @@ def _updates(tx: optax.GradientTransformation, *runs: Sequence[PyTree]) -> list[
 
 
 def _differing(stacked: PyTree, apart: PyTree) -> list[str]:
-    """List the parameters of a layer of which one of the updates differs by more than rounding."""
+    """List the parameters of a layer with an update that differs by more than rounding."""
     names: dict[str, None] = {}
     for k, layer in stacked.items():
         others = named(apart[k])

@@ -120,9 +120,9 @@ def as_input(x: PyTree) -> PyTree:
 def leanly(fetch: Fetch, block: Block, remat: Remat, *, unrolled: bool, layer: bool) -> Block:
     """Make `run(pair, x, key) = block(fetch(pair), x, key)` that keeps few bytes for its backward pass.
 
-    The backward pass of a layer computes cheap operations again; under "matmuls" whatever is no product, of which it
-    keeps a sum rather than its terms. With `remat.regather` it gathers the weights again, with `remat.again` the inputs
-    of products over `tensor`, as in Megatron's sequence parallelism (arXiv:2205.05198).
+    The backward pass of a layer computes cheap operations again; under "matmuls" everything but matmuls, of which it
+    keeps sums. With `remat.regather` it gathers the weights again, with `remat.again` the inputs of matmuls over
+    `tensor`, as in Megatron's sequence parallelism (arXiv:2205.05198).
     """
     # The fewest bytes, by a minimum cut of the layer's trace: with `stack.ordered_backward` 78.2 GiB instead of 96.2
     # (7.2B, ZeRO-2, two H200s, experiments/benchmarks/2026-11-26-backward-h200.md).

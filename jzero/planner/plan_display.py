@@ -60,7 +60,7 @@ _CATEGORIES = {
 
 
 class PlanSection(NamedTuple):
-    """A table, of which the columns `left` have text, with a note: below it, or above a table without a title."""
+    """A table with a note below it, or above it if it has no title; the columns `left` contain text."""
 
     title: str
     columns: Sequence[str] = ()
