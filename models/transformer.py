@@ -44,10 +44,11 @@ class Transformer(nnx.Module):
             "attention/sinks": 0, "mlp/gate_up$": 3, "mlp/gate_up_bias": 2, "mlp/down$": 1, "mlp/shared_gate_up": 2,
             "mlp/shared_down": 0, "gate_up/kernel": 2, "gate_up/bias": 1, "mlp/up/kernel": 1, "mlp/up/bias": 0,
             "mlp/down/kernel": 0, "(o|down)_proj/lora_a": 0, "(q|k|v|gate|up)_proj/lora_b": 1,
+            "qkv/(codes|scales)": heads + 1, "gate_up/(codes|scales)": 2, "mlp/up/(codes|scales)": 1,
+            "attention/(q|kv)_up/(codes|scales)": 1,
         }  # fmt: skip
         table |= {"attention/[qk]_norm/scale": 0} if c.qk_norm in ("each", "all") else {}
-        # The codes of a quantised matrix have no row, so that `tensor` refuses them as it does other unknown names.
-        names = "\n".join(self.shapes).replace("/codes", "/kernel")
+        names = "\n".join(self.shapes)
         table = {name: dim for name, dim in table.items() if re.search(name, names, re.MULTILINE)}
         experts = {"expert": {"mlp/(gate_up|gate_up_bias|down)$": 0}} if c.mixture else {}
         return {"tensor": table | self.vocabulary} | experts

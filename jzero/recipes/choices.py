@@ -126,10 +126,6 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     method = o.method or ("lora" if start.directory else "full")
     if method == "qlora" and start.directory is None:
         raise ConfigError(f"--method qlora: {start.name} has no weights to quantise, which a directory has")
-    if method == "qlora" and o.config and value_at(read_config(o.config), "mesh.tensor") not in (None, 1):
-        raise ConfigError(
-            "--config has mesh.tensor: quantised matrices are not divided; use --method lora, or no tensor"
-        )
     data, why_length = encode_rows(start, examples, o)
     batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
     if o.batch is None and len(data) < batch + (o.held_out > 0):

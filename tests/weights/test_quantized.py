@@ -93,8 +93,11 @@ def dense(params):
     return found
 
 
-@pytest.mark.parametrize("kind", keep(["nf4", "int8"], ["nf4"]))
-def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind):
+CASES = [("nf4", 1), ("int8", 1), ("nf4", 2), ("int8", 2)]
+
+
+@pytest.mark.parametrize(("kind", "tensor"), keep(CASES, [CASES[0], CASES[2]]))
+def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind, tensor):
     """The oracle: the decoder whose kernels are the dequantised ones, by plain Flax and JAX."""
     model, plain = decoder(kind), decoder(None)
     params = mapped(lambda name, x: x + 0.05 if name == "lora_b" else x, jax.jit(plain.init)(jax.random.key(0)))
@@ -109,8 +112,13 @@ def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind)
         "trainable_parameters": ["lora_"],
         "activation_checkpointing": {"policy": "matmuls"},
     }
-    step = jzero.make_train_step(model, settings, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
-    found, metrics = step.gradients(step.init(jax.random.key(0), few), batch)
+    mesh = jzero.make_mesh(zero=1, tensor=tensor, devices=jax.devices()[:tensor])
+    step = jzero.make_train_step(model, settings, mesh=mesh)
+    state = step.init(jax.random.key(0), few)
+    for name in ("codes", "scales"):  # of the columns; a half of two rows of NF4 is one byte of `down`
+        codes = state.params["stack"]["mlp"]["gate_up"][name]
+        assert codes.sharding.shard_shape(codes.shape)[3] == codes.shape[3] // tensor
+    found, metrics = step.gradients(state, batch)
 
     def loss(params):
         logits = jax.nn.log_softmax(plain.module(params)(batch["inputs"]))
