@@ -110,25 +110,23 @@ def callers_optimizer(optimizer: object, lr: LRSchedule | None) -> Transform:
     Raises:
       ConfigError: an object of another type, or a function without a schedule.
     """
+    before, after = "", ""
+    if callable(optimizer):
+        if lr is None:
+            raise ConfigError(
+                "optimizer: a function from a schedule needs one; give a scheduler section, or the optimizer section's "
+                "params.lr for a constant rate"
+            )
+        optimizer, before, after = optimizer(lr.lr), "the function returned ", ", which"
     if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
-    if not callable(optimizer):
-        fix = 'leave it out and write "optimizer" in the config, or pass optax.adamw()'
-        if isinstance(optimizer, optax.MultiSteps):
-            fix = 'jzero accumulates: set "gradient_accumulation_steps" in the config, and pass the optimizer inside'
-        raise ConfigError(
-            f"optimizer: {shorten(one_line(repr(optimizer)), 80)} is neither an optax.GradientTransformation nor a "
-            f"function from a schedule to one; {fix}"
-        )
-    if lr is None:
-        raise ConfigError(
-            "optimizer: a function from a schedule needs one; give a scheduler section, or the optimizer section's "
-            "params.lr for a constant rate"
-        )
-    made = optimizer(lr.lr)
-    if isinstance(made, optax.GradientTransformation):
-        return made
-    raise ConfigError(f"optimizer: the function returned {made!r}, not an optax.GradientTransformation")
+    fix = 'leave it out and write "optimizer" in the config, or pass optax.adamw()'
+    if isinstance(optimizer, optax.MultiSteps):
+        fix = 'jzero accumulates: set "gradient_accumulation_steps" in the config, and pass the optimizer inside'
+    raise ConfigError(
+        f"optimizer: {before}{shorten(one_line(repr(optimizer)), 80)}{after} is neither an "
+        f"optax.GradientTransformation nor a function from a schedule to one; {fix}"
+    )
 
 
 def optimizer_problems(optimizer_config: OptimizerSection) -> list[str]:

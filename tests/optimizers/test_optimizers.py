@@ -152,7 +152,10 @@ def test_an_optimizer_from_user_code_or_the_config():
     assert float(built.update(jnp.ones(1), built.init(jnp.ones(1)), jnp.ones(1))[0][0]) == pytest.approx(-0.01)
     for optimizer, words in (
         ("adam", "'adam' is neither"),
-        (lambda rate: rate, "returned"),
+        (
+            lambda rate: optax.MultiSteps(optax.sgd(rate), 4),
+            'returned .*MultiSteps.*, which .*"gradient_accumulation_steps"',
+        ),
         (optax.MultiSteps(own, 4), 'MultiSteps.* jzero accumulates: set "gradient_accumulation_steps" in the config'),
     ):
         with pytest.raises(ConfigError, match=words):
