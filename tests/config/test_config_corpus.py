@@ -31,23 +31,17 @@ CAUSES = (
 
 @pytest.mark.skipif(not FILES, reason="no directory of configs (JZERO_DS_CONFIGS)")
 def test_configs_of_many_projects():
-    stopped, wrong = {}, []
+    stopped, wrong = 0, []
     for file in FILES:
         try:
             Config.load(file)
         except ConfigError as error:
-            stopped[file.name] = error.problems
-    for name, lines in stopped.items():
-        causes = [next((cause for cause in CAUSES if re.match(cause, line)), None) for line in lines]
-        if None in causes or len(set(causes)) < len(causes) or max(map(len, lines)) > 500:
-            wrong.append((name, lines))
-    counts = {
-        cause: sum(any(re.match(cause, line) for line in lines) for lines in stopped.values()) for cause in CAUSES
-    }
-    print(f"\n{len(FILES) - len(stopped)} of {len(FILES)} configs load")
-    print("\n".join(f"{count:3} {cause}" for cause, count in counts.items() if count))
+            lines, stopped = error.problems, stopped + 1
+            causes = [next((cause for cause in CAUSES if re.match(cause, line)), None) for line in lines]
+            if None in causes or len(set(causes)) < len(causes) or max(map(len, lines)) > 500:
+                wrong.append((file.name, lines))
     assert wrong == []
-    assert len(FILES) != 62 or len(stopped) <= 1
+    assert len(FILES) != 62 or stopped <= 1
 
 
 A = "auto"
@@ -61,13 +55,6 @@ ADAMW = {"type": "AdamW", "params": {"lr": A, "betas": A, "eps": A, "weight_deca
 WARMUP = {"warmup_min_lr": A, "warmup_max_lr": A, "warmup_num_steps": A}
 NOWHERE = {"device": "none", "pin_memory": True}
 MANNERS = {
-    "the Trainer, ZeRO-2": {
-        **LEFT_OPEN, "optimizer": ADAMW, "scheduler": {"type": "WarmupLR", "params": WARMUP}, "steps_per_print": 2e3,
-        "zero_optimization": {
-            "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8, "reduce_scatter": True,
-            "reduce_bucket_size": 2e8, "overlap_comm": True, "contiguous_gradients": True, "offload_optimizer": NOWHERE,
-        },
-    },
     "the Trainer, ZeRO-3": {
         **LEFT_OPEN, "optimizer": ADAMW,
         "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": A}},
@@ -75,11 +62,6 @@ MANNERS = {
             "stage": 3, **BUCKETS, "sub_group_size": 1e14, "stage3_max_live_parameters": 1e9, "overlap_comm": True,
             "stage3_max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": True, "offload_param": NOWHERE,
         },
-    },
-    "accelerate": {
-        "train_batch_size": 32, "steps_per_print": float("inf"), "bf16": {"enabled": True}, "max_grad_norm": 1.0,
-        "zero3_init_flag": True, "zero_optimization": {"stage": 1, "overlap_comm": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
     },
     "LLaMA-Factory": {
         **LEFT_OPEN, "_comment": "see the wiki", "zero_allow_untested_optimizer": True, "optimizer": ADAMW,
@@ -113,10 +95,6 @@ MANNERS = {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4}, "eps": 1e-8, "weight_decay": 0.01},
         "data_types": {"grad_accum_dtype": "fp32"}, "checkpoint": {"tag_validation": "Warn"}, "log": True,
     },
-    "autotuning": {
-        "train_micro_batch_size_per_gpu": A, "fp16": {"enabled": True, "initial_scale_power": 12},
-        "optimizer": {"type": "Adam"}, "autotuning": {"enabled": True, "overwrite": False, "fast": True},
-    },
     "bing_bert, 1-bit LAMB": {
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "prescale_gradients": False,
         "gradient_clipping": 1.0, "wall_clock_breakdown": False, "fp16": {"enabled": True, "loss_scale": 0},
@@ -129,14 +107,10 @@ MANNERS = {
             },
         },
     },
-    "torch.autocast": {
-        "train_batch_size": 8, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": 3, "overlap_comm": True},
-    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("manner", keep(MANNERS, ["gpt-neox", "torch.autocast"]))
+@pytest.mark.parametrize("manner", keep(MANNERS, ["gpt-neox", "DeepSpeed-Chat"]))
 def test_a_step_in_the_manner_of(manner, capsys):
     images = np.random.default_rng(0).normal(size=(64, 784)).astype(np.float32)
     labels = np.arange(64, dtype=np.int32) % 10
@@ -146,11 +120,7 @@ def test_a_step_in_the_manner_of(manner, capsys):
     before = jax.device_get(engine.state.params)
     for _ in range(3):  # a warm-up's first two steps run at rate 0
         rows = engine.train_batch_size()
-        loss = float(engine.train_batch((images[:rows], labels[:rows])))
-    assert np.isfinite(loss)
+        assert np.isfinite(float(engine.train_batch((images[:rows], labels[:rows]))))
     after = jax.device_get(engine.state.params)
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
-    for key in engine.config.ignored:
-        assert key.key in report
-    for entry in engine.config.replaced:
-        assert entry.key in report
+    assert [entry.key for entry in (*engine.config.ignored, *engine.config.replaced) if entry.key not in report] == []
