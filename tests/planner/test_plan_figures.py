@@ -52,7 +52,6 @@ LOOPS = f"""
   ROOT %r = {X} all-reduce(%x), replica_groups={{}}, to_apply=%add
 }}
 """
-STEP = program(loop("a", "micro", ACCUMULATION), loop("b", "last", REDUCTIONS), others=LOOPS)
 
 
 def areas(svg):
@@ -69,47 +68,39 @@ def areas(svg):
     return found
 
 
-@pytest.fixture(scope="module")
-def step():
-    return step_time(STEP, RATES)
-
-
-def test_the_area_of_each_category_is_its_time_in_the_table(step):
+def test_the_area_of_each_category_is_its_time_in_the_table():
+    step = step_time(program(loop("a", "micro", ACCUMULATION), loop("b", "last", REDUCTIONS), others=LOOPS), RATES)
     time = PlannedTime(step, Amount(1, None), None, Cluster("h100", 1, 4), True, "measured")
-    rows = {name.strip(): cell for name, cell in time_rows(SimpleNamespace(time=time)) if cell.endswith(" ms")}
-    table = {
-        name if ": " in name else f"compute: {name}": float(cell.removesuffix(" ms").replace(",", ""))
-        for name, cell in rows.items()
-    }
+    table = {}
+    for name, cell in time_rows(SimpleNamespace(time=time)):
+        if cell.endswith(" ms"):
+            name = name.strip()
+            table[name if ": " in name else f"compute: {name}"] = float(cell.removesuffix(" ms").replace(",", ""))
     figure = timeline_figure(step)
     (svg,) = re.findall("<svg.*</svg>", drawing("time", figure), re.DOTALL)
     drawn = areas(svg)
     row = sum(area for name, area in drawn.items() if name.startswith("compute: "))  # a row is as long as the step
-    assert drawn.keys() == table.keys()
-    for name, area in drawn.items():
-        assert 1e3 * step.step_s * area / row == pytest.approx(table[name], rel=0.02), name
+    assert {name: 1e3 * step.step_s * area / row for name, area in drawn.items()} == pytest.approx(table, rel=0.02)
     # By hand, as the program has them.
+    layers = ACCUMULATION * LAYERS
     expected = {
-        "compute: products": ACCUMULATION * LAYERS * PRODUCT_S,
-        "compute: attention": ACCUMULATION * LAYERS * 4 * 2 * 8 * (512 * 513 / 2) * 64 / 40e12,
-        "communication: all-gather": ACCUMULATION * LAYERS * GATHER_S,
-        "communication: reduce-scatter": ACCUMULATION * LAYERS * 1.5e6 / 100e9,
+        "compute: products": layers * PRODUCT_S,
+        "compute: attention": layers * 4 * 2 * 8 * (512 * 513 / 2) * 64 / 40e12,
+        "communication: all-gather": layers * GATHER_S,
+        "communication: reduce-scatter": layers * 1.5e6 / 100e9,
         "communication: all-reduce": REDUCTIONS * 3e6 / 100e9,
-        "copies: host memory": ACCUMULATION * LAYERS * 4e5 / 8e9,
+        "copies: host memory": layers * 4e5 / 8e9,
     }
-    assert {name: table[name] for name in expected} == pytest.approx(
-        {n: 1e3 * s for n, s in expected.items()}, rel=0.01
-    )
+    assert {n: table[n] for n in expected} == pytest.approx({n: 1e3 * s for n, s in expected.items()}, rel=0.01)
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
     assert shown == {f"{name.partition(': ')[2]}: {ms:,.1f} ms" for name, ms in table.items()}
 
 
-@pytest.mark.parametrize("trips", [1, 3, 3000, 2_000_000])
+@pytest.mark.parametrize("trips", [3, 2_000_000])
 def test_a_timeline_keeps_the_seconds_of_each_label(trips):
     step = step_time(program(loop("l", "layer", trips), others=LOOPS), RATES)
     lengths = {key: seconds.sum() for key, seconds in step.timeline.items()}
-    assert {label: s for (stream, label), s in lengths.items() if stream == "compute" and label in step.by} == (
-        pytest.approx(step.by)
-    )
+    compute = {label: s for (stream, label), s in lengths.items() if stream == "compute" and label in step.by}
+    assert compute == pytest.approx(step.by)
     assert lengths["communication", "all-gather"] == pytest.approx(trips * GATHER_S)
     assert lengths["copies", "host memory"] == pytest.approx(trips * 4e5 / 8e9)
