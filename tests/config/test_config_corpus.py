@@ -95,18 +95,6 @@ MANNERS = {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4}, "eps": 1e-8, "weight_decay": 0.01},
         "data_types": {"grad_accum_dtype": "fp32"}, "checkpoint": {"tag_validation": "Warn"}, "log": True,
     },
-    "bing_bert, 1-bit LAMB": {
-        "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "prescale_gradients": False,
-        "gradient_clipping": 1.0, "wall_clock_breakdown": False, "fp16": {"enabled": True, "loss_scale": 0},
-        "optimizer": {
-            "type": "OneBitLamb",
-            "params": {
-                "lr": 2e-3, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01,
-                "freeze_step": 2, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9,
-                "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1,
-            },
-        },
-    },
 }  # fmt: skip
 
 
