@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import jzero
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,8 +51,6 @@ def test_import_starts_no_backend(tmp_path):
 
 
 def test_public_names():
-    import jzero
-
     assert [name for name in jzero.__all__ if not hasattr(jzero, name)] == []
     assert sorted(jzero.__all__) == jzero.__all__
 
@@ -75,10 +75,8 @@ def test_a_child_process_trains(tmp_path):
             config = {"train_batch_size": 4, "optimizer": adam, "zero_optimization": {"stage": 2}}
             step = jzero.make_train_step(jzero.from_flax(MLP, cross_entropy), config)
             batch = np.ones((4, 784), np.float32), np.zeros(4, np.int32)
-            state = step.init(jax.random.key(0))
-            for _ in range(2):
-                state, metrics = step(state, batch)
-                loss.append(float(metrics["loss"]))
+            _, metrics = step(step.init(jax.random.key(0)), batch)
+            loss.append(float(metrics["loss"]))
 
         if __name__ == "__main__":
             for method in ("spawn", "fork", "forkserver"):
@@ -88,9 +86,8 @@ def test_a_child_process_trains(tmp_path):
                     child = context.Process(target=train, args=(loss,))
                     child.start()
                     child.join(240)
-                    assert child.exitcode == 0, (method, child.exitcode)
-                    print(*loss)
+                    print(method, child.exitcode, *loss)
     """
-    found = [tuple(map(float, line.split())) for line in run(program, tmp_path).splitlines()]
-    assert len(found) == 3
-    assert all(second < first for first, second in found)
+    found = [line.split() for line in run(program, tmp_path).splitlines()]
+    assert [line[:2] for line in found] == [["spawn", "0"], ["fork", "0"], ["forkserver", "0"]]
+    assert len({loss for *_, loss in found}) == 1
