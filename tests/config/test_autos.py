@@ -183,27 +183,15 @@ def test_a_resume_at_another_precision_says_why():
     assert other_precision({"precision": "fp32"}, step) == other_precision({}, step) == ""
 
 
-def test_a_gpu_that_is_not_there_computes_in_bfloat16():
+def test_the_run_and_its_report_follow_the_gpu():
+    """One that is not there computes in bfloat16."""
     mesh = jzero.make_mesh(devices=gpu_devices("h100", 2))
-    precision = make(CONSTANT, mesh=mesh).precision
-    assert (precision.compute, precision.master) == (jnp.bfloat16, jnp.float32)
-    assert f"this is a {mesh.devices.flat[0].device_kind}" in precision.why
-
-
-class HalfNet:
-    def init(self, rng):
-        return {"w": jnp.zeros((4, 4), jnp.bfloat16)}
-
-    def loss(self, params, batch, rng):
-        return (batch @ params["w"]).mean()
-
-
-def test_the_run_and_its_report_follow_the_model():
-    step = jzero.make_train_step(HalfNet(), CONSTANT)
-    assert step.config.precision == "bf16"
-    assert step.precision.compute == jnp.bfloat16
+    step = make(CONSTANT, mesh=mesh)
+    assert (step.config.precision, step.precision.compute, step.precision.master) == ("bf16", "bfloat16", "float32")
+    why = 'bf16.enabled "auto" and fp16.enabled "auto": bf16, since the parameters are float32 and'
     report = " ".join(jzero.report(step).split())
-    assert 'Warnings - bf16.enabled "auto" and fp16.enabled "auto": bf16, since the parameters are bfloat16;' in report
+    assert f"Warnings - {why}" in report
+    assert f"this is a {mesh.devices.flat[0].device_kind}" in report
     assert "bf16.enabled = true" in report
 
 

@@ -33,11 +33,9 @@ def test_hugging_face_auto_config():
     given = copy.deepcopy(theirs)
     config = Config.load(given)
     assert given == theirs, "load must not change the caller's dict"
-    assert config.precision == "fp32"
-    assert config.gradient_clipping == 1.0
+    assert (config.precision, config.gradient_clipping) == ("fp32", 1.0)
     assert config.optimizer.params == theirs["optimizer"]["params"], "what the word means depends on the type"
     assert config.scheduler.params == theirs["scheduler"]["params"]
-    assert config.zero_optimization.stage3_param_persistence_threshold == 100_000
     assert ("zero_optimization.reduce_bucket_size", "auto") in {(r.key, r.value) for r in config.replaced}
     assert config.batch(4) == (32, 8, 1, "train_batch_size = 32, gradient_accumulation_steps = 1")
 

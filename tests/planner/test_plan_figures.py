@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
-from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, gather, program
+from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, computation, gather, program
 
 from jzero.display.page import drawing
 from jzero.planner import step_time
@@ -26,32 +26,19 @@ def loop(name, body, trips):
 
 # In each layer a gather takes longer than the product beside it, and attention a fifth of the time: less than half of
 # any interval. The copy from the host runs beside compute.
-LOOPS = f"""
-%condition (x: bf16[1000,1000]) -> pred[] {{
-  %x = {X} parameter(0)
-  ROOT %t = pred[] constant(true)
-}}
-%layer (x: bf16[1000,1000]) -> bf16[1000,1000] {{
-  %x = {X} parameter(0)
-  %h = {HOST} constant(0)
-  %cs = (f32[100,1000]{{1,0}}, {HOST}, u32[]) copy-start(%h)
-  {gather()}
-  %p = {MATMUL}
-  {DONE}
-  %k = {attention((2, 8, 512, 512), "CAUSAL").removeprefix("%a = ").replace("%v", "%x")}
-  %rs = bf16[250,1000] reduce-scatter(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, to_apply=%add
-  %cd = f32[100,1000]{{1,0}} copy-done(%cs)
-  ROOT %o = {X} bitcast(%x)
-}}
-%micro (x: bf16[1000,1000]) -> bf16[1000,1000] {{
-  %x = {X} parameter(0)
-  ROOT {loop("l", "layer", LAYERS)}
-}}
-%last (x: bf16[1000,1000]) -> bf16[1000,1000] {{
-  %x = {X} parameter(0)
-  ROOT %r = {X} all-reduce(%x), replica_groups={{}}, to_apply=%add
-}}
-"""
+GIVEN, KERNEL = f"%x = {X} parameter(0)", attention((2, 8, 512, 512), "CAUSAL").replace("%a", "%k").replace("%v", "%x")
+LAYER = [
+    GIVEN, f"%h = {HOST} constant(0)", f"%cs = (f32[100,1000]{{1,0}}, {HOST}, u32[]) copy-start(%h)", gather(),
+    f"%p = {MATMUL}", DONE, KERNEL,
+    "%rs = bf16[250,1000] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add",
+    "%cd = f32[100,1000]{1,0} copy-done(%cs)", f"ROOT %o = {X} bitcast(%x)",
+]  # fmt: skip
+LOOPS = (
+    computation("condition", GIVEN, "ROOT %t = pred[] constant(true)")
+    + computation("layer", *LAYER)
+    + computation("micro", GIVEN, f"ROOT {loop('l', 'layer', LAYERS)}")
+    + computation("last", GIVEN, f"ROOT %r = {X} all-reduce(%x), replica_groups={{}}, to_apply=%add")
+)
 
 
 def areas(svg):

@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
-from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, gather, program, seconds
+from helpers.hlo_programs import (
+    DONE,
+    GATHER_S,
+    MATMUL,
+    PRODUCT_S,
+    RATES,
+    X,
+    attention,
+    computation,
+    gather,
+    program,
+    seconds,
+)
 from helpers.refusals import refuses
 from jax import lax
 from jax.sharding import Mesh
@@ -72,10 +84,6 @@ def test_a_grouped_product_leaves_out_padding(scopes, parts, time):
 
 
 W, ROW = "f32[1000,1000]{1,0}", "f32[1,1000]{1,0}"
-
-
-def computation(name, *lines):
-    return f"%{name} (p: f32[1000,1000]) -> f32[1000,1000] {{\n  " + "\n  ".join(lines) + "\n}\n"
 
 
 def test_a_product_inside_a_fusion():
