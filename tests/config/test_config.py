@@ -16,18 +16,6 @@ from jzero.errors import ConfigError
 from jzero.optimizers import table
 
 
-def test_tutorial_zero3_config():
-    config = Config.load(TUTORIAL_ZERO3)
-    assert config.precision == "bf16"
-    assert config.batch(8) == (64, 4, 2, "train_micro_batch_size_per_gpu = 4")
-    assert (config.zero_optimization.stage, config.zero_optimization.stage3_param_persistence_threshold) == (3, 100_000)
-    assert config.optimizer.params["betas"] == [0.9, 0.95]
-    assert {r.key.removeprefix("zero_optimization.") for r in config.replaced} == {
-        "contiguous_gradients", "overlap_comm", "reduce_scatter", "stage3_max_live_parameters", "sub_group_size",
-        "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "reduce_bucket_size",
-    }  # fmt: skip
-
-
 def test_hugging_face_auto_config():
     theirs = MANNERS["the Trainer, ZeRO-3"]
     given = copy.deepcopy(theirs)

@@ -154,10 +154,3 @@ def test_what_deepspeed_ignores_is_reported_as_ignored(given, ignored):
     assert sorted(entry.key for entry in config.ignored) == sorted(ignored)
     assert not any("unknown" in entry.why for entry in config.ignored)
     assert (config.compiler_options != {}) == ("compiler_options" in given)
-
-
-def test_passes_of_the_compiler_are_replaced():
-    """benchmarks/autosp of its examples; a pass of DeepCompile does what these keys ask for."""
-    config = Config.load({"compile": {"deepcompile": True, "passes": ["autosp"]}, "sequence_parallel_size": 2})
-    assert [entry.key for entry in config.replaced] == ["compile.deepcompile", "compile.passes"]
-    assert config.mesh_degrees(4)["context"] == 2

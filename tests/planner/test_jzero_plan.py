@@ -21,7 +21,7 @@ from jzero.planner import GPUS, bytes_by_stage, described_gpus, live, memory
 from jzero.planner.memory import CUDA_ROOM, FRACTION, NCCL_ROOM
 from jzero.planner.plan import useful_flops
 from jzero.planner.plan_facts import SCHEMA, schedule_of
-from jzero.planner.state_bytes import zero2, zero3
+from jzero.planner.state_bytes import deepspeed_estimate, zero2, zero3
 from models.llama import Llama, preset
 
 SHAPE = preset("tiny", num_layers=2, d_model=256, d_ff=512, vocab_size=1536)
@@ -135,6 +135,7 @@ def test_a_pipeline_counts_no_idle_ticks():
     flops = products * 2 * FEATURES**2 * ROWS * 3 * 2 / 4  # micro-batches x replicas / GPUs
     assert useful_flops(step, step.trace(batch), batch) == pytest.approx(flops, rel=0.01)
     assert schedule_of(step).ticks == 5
+    assert deepspeed_estimate(step) is None  # of stage 0
 
 
 # The ZeRO paper, arXiv:1910.02054, table 1: GB of model state per device, by GPUs: P_os, P_os+g, P_os+g+p.
