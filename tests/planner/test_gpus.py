@@ -4,17 +4,13 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from jax import lax
 from jax.experimental import topologies
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jzero.planner import GPUS, Memory, collectives, gpu, gpu_devices, memory
+from jzero.planner import GPUS, Memory, gpu, gpu_devices, memory
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
@@ -46,15 +42,6 @@ def test_two_hosts():
     assert [d.id for d in devices] == list(range(16))
     assert gpu_devices("h100", 16) == devices
     assert [d.process_index for d in gpu_devices("h100", 4, per_host=2)] == [0, 0, 1, 1]
-
-    mesh = Mesh(np.array(devices).reshape(2, 8), ("data", "zero"))
-    f = lambda x: lax.psum(jnp.sin(lax.psum_scatter(x, "zero", tiled=True)), "data")  # noqa: E731
-    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("zero")))
-    rows = collectives(mapped.lower(jax.ShapeDtypeStruct((64, 8), jnp.float32)).compile(), mesh)
-    assert [(row.kind, row.axes, row.group_size, row.bytes) for row in rows] == [
-        ("reduce-scatter", ("zero",), 8, 64 * 8 * 4),
-        ("all-reduce", ("data",), 2, 8 * 8 * 4),
-    ]
 
 
 def test_mistakes():
