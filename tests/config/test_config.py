@@ -8,7 +8,7 @@ import re
 
 import pytest
 from helpers.configs import TUTORIAL_ZERO3, nest, problem, problems
-from test_config_corpus import MANNERS
+from test_config_deepspeed import MANNERS
 
 from jzero import config as config_module
 from jzero.config import Config, keys, screen
