@@ -16,9 +16,10 @@ RANK = {f"jzero.{room}": rank for rank, line in enumerate(LINES) for room in re.
 
 
 def test_imports_point_one_way():
-    assert rooms().keys() == RANK.keys()
-    assert {"jzero.step", "jzero.data"} <= rooms()["jzero.run"]
-    pairs = [(name, other) for name, others in rooms().items() for other in others]
+    arrows = rooms()
+    assert arrows.keys() == RANK.keys()
+    assert {"jzero.step", "jzero.data"} <= arrows["jzero.run"]
+    pairs = [(name, other) for name, others in arrows.items() for other in others]
     assert [f"{name} -> {other}" for name, other in pairs if RANK[other] > RANK[name]] == []
     modules = {name: imported(name, path, tree) for name, (path, _, tree) in sources().items()}
     graphlib.TopologicalSorter(modules).prepare()  # its CycleError has the modules of a circle
