@@ -42,6 +42,10 @@ ENTRY %main (x: bf16[1000,1000], w: f32[1000,1000], v: bf16[1000000]) -> bf16[10
 """
 
 
+def computation(name, *lines):
+    return f"%{name} (p: f32[1]) -> f32[1] {{\n  " + "\n  ".join(lines) + "\n}\n"
+
+
 def seconds(*lines, rates=RATES, **kwargs):
     return step_time(program(*lines, **kwargs), rates).step_s
 

@@ -12,10 +12,7 @@ import jzero
 from experiments import clip, gpt, images
 
 pytestmark = pytest.mark.slow
-
-
-def is_picture(path):
-    return path.read_bytes().startswith(b"\x89PNG")
+PICTURE = b"\x89PNG"
 
 
 def test_gpt(tmp_path, capsys):
@@ -30,18 +27,29 @@ def test_gpt(tmp_path, capsys):
     assert sample.startswith("def ")
     assert len(sample.encode()) >= 32
     assert f"a sample:\n\n{sample}" in capsys.readouterr().out
-    assert is_picture(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(PICTURE)
 
 
-def test_images(tmp_path, capsys):
-    """One digit in ten is right by chance; the running statistics must be those of the training for more."""
-    losses, accuracies = images.main(["--steps", "46", "--out", str(tmp_path)])
-    assert len(losses) == 46
-    assert losses[-1] < 1
-    assert len(accuracies) == 2
-    assert accuracies[-1] > 0.8
-    assert f"held-out accuracy {accuracies[-1]:.1%}" in capsys.readouterr().out
-    assert is_picture(tmp_path / "curves.png")
+@pytest.mark.parametrize(
+    ("program", "steps", "first", "last", "least", "said"),
+    [
+        # One digit in ten is right by chance; the running statistics must be those of the training for more.
+        (images, 46, 0, 1, 0.8, "held-out accuracy {:.1%}"),
+        # One caption in 256 is right by chance.
+        (clip, 80, 4, 3.8, 0.02, "captions found {:.1%}"),
+    ],
+)
+def test_an_example_learns(program, steps, first, last, least, said, tmp_path, capsys):
+    losses, found = program.main(["--steps", str(steps), "--out", str(tmp_path)])
+    if program is images:
+        assert len(found) == 2
+        found = found[-1]
+    assert len(losses) == steps
+    assert losses[0] > first
+    assert losses[-1] < last
+    assert found > least
+    assert said.format(found) in capsys.readouterr().out
+    assert (tmp_path / "curves.png").read_bytes().startswith(PICTURE)
 
 
 def test_images_of_a_directory(tmp_path):
@@ -88,14 +96,3 @@ def test_the_loss_of_the_towers_is_over_the_global_batch():
     _, metrics = step(step.init(jax.random.key(0), params), batch)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
-
-
-def test_clip(tmp_path, capsys):
-    """One caption in 256 is right by chance."""
-    losses, found = clip.main(["--steps", "80", "--out", str(tmp_path)])
-    assert len(losses) == 80
-    assert losses[0] > 4
-    assert losses[-1] < 3.8
-    assert found > 0.02
-    assert f"captions found {found:.1%}" in capsys.readouterr().out
-    assert is_picture(tmp_path / "curves.png")

@@ -19,17 +19,13 @@ LOSS = re.compile(r"^step +(\d+)   loss (\S+)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("program", some(PROGRAMS, [zero3, pipeline]), ids=lambda p: p.__name__.rsplit(".", 1)[1])
-def test_tutorial_learns_the_digits(program):
+def test_tutorial_learns_the_digits(program, capsys):
     assert program.main() > 0.95
-
-
-@pytest.mark.slow
-def test_tutorial_pipeline_shows_its_stages(capsys):
-    pipeline.main(epochs=1)
-    printed = capsys.readouterr().out
-    assert "stage 0: [LayerSpec(SimpleLayer, 784, 128, relu=True)] on devices [0, 1, 2, 3]" in printed
-    assert "stage 1: [LayerSpec(SimpleLayer, 128, 10)] on devices [4, 5, 6, 7]" in printed
-    assert "stage 0 | F0 | F1 ·  | F2 B0 | F3 B1 | ·  B2 | B3 |" in printed
+    if program is pipeline:
+        printed = capsys.readouterr().out
+        assert "stage 0: [LayerSpec(SimpleLayer, 784, 128, relu=True)] on devices [0, 1, 2, 3]" in printed
+        assert "stage 1: [LayerSpec(SimpleLayer, 128, 10)] on devices [4, 5, 6, 7]" in printed
+        assert "stage 0 | F0 | F1 ·  | F2 B0 | F3 B1 | ·  B2 | B3 |" in printed
 
 
 @pytest.fixture
@@ -48,43 +44,34 @@ def run_pretrain(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_pretrain_on_text_files(run_pretrain, tmp_path, capsys):
-    """From text files to packed tokens to a model that learns, interrupted and resumed on a pipeline."""
+    """From text files to packed tokens to a model that learns, interrupted and resumed in another layout."""
     pytest.importorskip("tokenizers")
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(text.__doc__ * (1 + i % 3))
     tokens.main([str(tmp_path), "--bpe", "280", "--out", str(tmp_path)])
     said = r"tokens.npy: [\d,]+ tokens, vocabulary 280\n12 documents, \d\.\d\d bytes per token"
     assert re.search(said, capsys.readouterr().out)
-    options = f"--pack --data {tmp_path / 'tokens.npy'} --override bf16.enabled=false"
-    accumulation = "--override gradient_accumulation_steps"
-    once = run_pretrain(f"{options} {accumulation}=1 --steps 8")
-    first = run_pretrain(f"{options} {accumulation}=1 --steps 5 --save {tmp_path}")
-    rest = run_pretrain(f"{options} {accumulation}=2 --steps 8 --resume {tmp_path} --override mesh.pipe=2")
+    fp32 = "--override bf16.enabled=false --override gradient_accumulation_steps"
+    options = f"--pack --data {tmp_path / 'tokens.npy'} {fp32}"
+    once = run_pretrain(f"{options}=1 --steps 8")
+    stages = "--override mesh.pipe=2 --override zero_optimization.stage=3"
+    first = run_pretrain(f"{options}=2 --steps 5 --save {tmp_path} {stages}")
+    rest = run_pretrain(f"{options}=1 --steps 8 --resume {tmp_path}")
     assert "vocab_size=320" in once
-    check_losses(once, first + rest)
-
-
-def check_losses(once, found):
-    """A run that goes on in another layout has the losses of a straight one up to rounding, and learns."""
-    expected, found = ({int(n): float(loss) for n, loss in LOSS.findall(out)} for out in (once, found))
-    assert expected.keys() == found.keys() == set(range(1, len(expected) + 1))
+    assert "pipe 2 x data 1 x zero 4" in first
+    assert f"resumed from {tmp_path / 'global_step5'}" in rest
+    expected, found = ({int(n): float(loss) for n, loss in LOSS.findall(out)} for out in (once, first + rest))
+    assert expected.keys() == found.keys() == set(range(1, 9))
     assert found == pytest.approx(expected, abs=2e-4)
-    assert expected[len(expected)] < expected[1] - 0.1
+    assert expected[8] < expected[1] - 0.1
 
 
 @pytest.mark.slow
-def test_pretrain_goes_on_where_another_layout_stopped(run_pretrain, tmp_path):
-    fp32 = "--override bf16.enabled=false --override gradient_accumulation_steps"
-    once = run_pretrain(f"{fp32}=2 --steps 6 --eval-every 4")
-    stages = "--override mesh.pipe=2 --override zero_optimization.stage=3"
-    first = run_pretrain(f"{fp32}=4 --steps 3 --save {tmp_path} {stages}")
-    rest = run_pretrain(f"{fp32}=2 --steps 6 --resume {tmp_path}")
-    check_losses(once, first + rest)
-    assert once.count("held-out loss") == 2
-    assert "model TFLOP/s per device" in once
-    assert "pipe 2 x data 1 x zero 4" in first
-    assert f"resumed from {tmp_path / 'global_step3'}" in rest
-    printed = run_pretrain(f"--random --steps 1 {fp32}=2")
+def test_pretrain_on_the_library(run_pretrain):
+    printed = run_pretrain("--override gradient_accumulation_steps=2 --steps 6 --eval-every 4")
+    assert printed.count("held-out loss") == 2
+    assert "model TFLOP/s per device" in printed
+    printed = run_pretrain("--random --steps 1 --override bf16.enabled=false")
     assert [float(loss) for _, loss in LOSS.findall(printed)] == [pytest.approx(np.log(256), abs=0.1)]
 
 
@@ -145,25 +132,20 @@ def test_quickstart_leaves_its_files(tmp_path, capsys):
     ("program", "options", "named"),
     [
         (pretrain, "--set layers=3", "layers=3"),
-        (pretrain, "--set num_layers=many", "num_layers=many"),
         (pretrain, "--set num_heads=3", "num_heads must divide d_model"),
         (pretrain, "--set vocab_size=100", "vocab_size=100"),
         (pretrain, "--set num_layers", "--set"),
         (pretrain, "--preset 9b", "9b"),
         (pretrain, "--config no-such-file.json", "no-such-file.json"),
         (pretrain, "--override mesh.pip=2", '"pipe"'),
-        (pretrain, "--override bf16.enabled.now=true", "bf16.enabled.now"),
         (pretrain, "--override mesh.pipe=3", "mesh.pipe = 3"),
-        (pretrain, "--sequence 100000000", "--sequence"),
         (pretrain, "--plan 12", "12 GPUs"),
         (quickstart, "--steps 0", "--steps: '0'"),
         (quickstart, "--setps 3", "--setps"),
         (quickstart, "--stage 4", "--stage"),
-        (quickstart, "--preset 9b", "9b"),
         (quickstart, "--config {nonsense", "--config"),
         (quickstart, "--config no-such-file.json", "no-such-file.json"),
         (quickstart, '--config {"optimizr":{}}', "optimizer"),
-        (quickstart, '--config {"mesh":{"zero":3}}', "3"),
         (quickstart, "--sequence 100000000", "--sequence"),
         (quickstart, "--out pyproject.toml", "pyproject.toml"),
         (tokens, ". --out .", "contains no files that match --files *.txt"),
@@ -190,10 +172,10 @@ def test_a_mistake_is_one_line(program, options, named, capsys, tmp_path, monkey
 
 def test_the_corpus_its_windows_and_its_bigrams():
     """It splits by file and repeats; a window labels every byte with the next; bigrams are smoothed."""
-    (train, held_out), again = text.standard_library(300_000), text.standard_library(300_000)
+    (train, held_out), again = text.standard_library(100_000), text.standard_library(100_000)
     np.testing.assert_array_equal(train, again[0])
     np.testing.assert_array_equal(held_out, again[1])
-    assert 300_000 <= len(train) + len(held_out) < 1_000_000
+    assert 100_000 <= len(train) + len(held_out) < 1_000_000
     rows = text.windows(np.arange(10, dtype=np.uint8), 4)
     assert rows["inputs"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]

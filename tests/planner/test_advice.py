@@ -20,6 +20,8 @@ CLEAN = """
   %rs = ((bf16[8]{0}), (bf16[4]{0})) reduce-scatter-start(%x), backend_config={"is_sync":false}
   %fmha = bf16[2,4096,8,64]{3,2,1,0} custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"
 """
+SCORES = "  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n"
+FP32, SYNCHRONOUS = {"bf16": {"enabled": False}}, "1 reduce-scatter operations of the program are synchronous"
 
 
 class Net:
@@ -49,37 +51,30 @@ def collective(kind, dtype="bf16", size=2**20, loops=()):
     return Collective(kind, dtype, 1, size, ("zero",), 2, loops)
 
 
-def test_a_clean_program_has_none():
-    rows = [collective("all-gather"), collective("reduce-scatter"), collective("all-reduce", "f32", 4)]
-    assert warn(rows=rows) == ()
+WIDE_GATHER = [collective("all-gather", "f32", 2 * WIDE)]
 
 
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
-        ("1 reduce-scatter operations of the program are synchronous", {"text": CLEAN.replace("false", "true")}),
-        (
-            "1 reduce-scatter operations of the program are synchronous",
-            {"text": CLEAN + "  %r = f32[4] reduce-scatter(%x)"},
-        ),
-        ("all-gathers of a step move 32.0 MiB in float32", {"rows": [collective("all-gather", "f32", 2 * WIDE)]}),
+        (SYNCHRONOUS, {"text": CLEAN.replace("false", "true")}),
+        (SYNCHRONOUS, {"text": CLEAN + "  %r = f32[4] reduce-scatter(%x)"}),
+        ("all-gathers of a step move 32.0 MiB in float32", {"rows": WIDE_GATHER}),
         ("are reduced in float32", {"rows": [collective("reduce-scatter", "f32", 2 * WIDE)]}),
         (f"{MANY + 1} all-reduce operations", {"rows": [collective("all-reduce", size=9, loops=(MANY + 1,))]}),
         ("XLA recomputes 2 operations", {"text": CLEAN + "  %a.remat = f32[] f(%x)\n  %b.2.remat3 = f32[] f(%x)\n"}),
         ("of the matmuls' FLOPs run in float32, most of them at Net.loss", {"net": Net(wide=True)}),
-        ('fix: "bf16": {"enabled": true}', {"bf16": {"enabled": False}}),
-        ('fix: "fp16"', {"bf16": {"enabled": False}, "gpu": "t4"}),
-        (
-            'zero_optimization.stage = 3 shards nothing: mesh.zero = 1; fix: "mesh": {"data": 1, "zero": 2}',
-            {"zero_optimization": {"stage": 3}, "mesh": {"data": 2, "zero": 1}},
-        ),
-        (
-            'shards nothing: zero_optimization.mics_shard_size = 1; fix: "zero_optimization": {"mics_shard_size": 2}',
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
-        ),
-        ("scores of 4096 x 4096", {"text": "  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n"}),
+        # Everything is float32, and that is said once.
+        ('the step computes in float32, at a fraction of the speed and with twice the activations; fix: "bf16": {"ena',
+            FP32 | {"rows": WIDE_GATHER}),
+        ('fix: "fp16"', FP32 | {"gpu": "t4"}),
+        ('zero_optimization.stage = 3 shards nothing: mesh.zero = 1; fix: "mesh": {"data": 1, "zero": 2}',
+            {"zero_optimization": {"stage": 3}, "mesh": {"data": 2, "zero": 1}}),
+        ('shards nothing: zero_optimization.mics_shard_size = 1; fix: "zero_optimization": {"mics_shard_size": 2}',
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}}),
+        ("scores of 4096 x 4096", {"text": SCORES}),
     ],
-)
+)  # fmt: skip
 def test_a_warning_and_its_fix(words, changes):
     (line,) = warn(**changes)
     assert words in line
@@ -88,46 +83,38 @@ def test_a_warning_and_its_fix(words, changes):
 
 
 def test_what_is_meant_to_be_so():
-    assert warn(mesh={"data": 2, "zero": 1}) == ()  # stage 0
-    wide = [collective("all-gather", "f32", 2 * WIDE)]
-    (line,) = warn(rows=wide, bf16={"enabled": False})  # everything is float32, and that is said once
-    assert "the step computes in float32" in line
-    assert warn(text="  %s = bf16[2,8,4096,4096]{3,2,1,0} custom-call(%q)\n", gpu="t4") == ()  # has no cuDNN attention
+    clean = [collective("all-gather"), collective("reduce-scatter"), collective("all-reduce", "f32", 4)]
+    assert warn(rows=clean, mesh={"data": 2, "zero": 1}) == ()  # stage 0
+    assert warn(text=SCORES, gpu="t4") == ()  # has no cuDNN attention
 
 
-def told_too_large(step, gpus, most):
+def told_too_large(gpus, most, rows=4, stage=0, **mesh):
     """The line about a plan of a step that needs its state alone."""
+    config = {
+        "train_batch_size": rows, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": stage},
+        "mesh": mesh,
+    }  # fmt: skip
+    mesh = jzero.make_mesh(config, devices=described_gpus("h100", gpus))
+    step = jzero.make_train_step(Net(), config, mesh=mesh)
     size = state_bytes(step).total
     memory = SimpleNamespace(
-        usable=SimpleNamespace(most=most(size)),
-        peak_bytes=size,
-        largest="masters",
-        parts={"masters": 256},
+        usable=SimpleNamespace(most=most(size)), peak_bytes=size, largest="masters", parts={"masters": 256},
         verdict="no",
-    )
+    )  # fmt: skip
     return too_large(SimpleNamespace(step=step, gpu=GPUS["h100"], gpus=gpus, gpus_per_node=4, memory=memory))
 
 
 def test_a_step_too_large_whose_stage_shards_nothing():
     """Masters and moments of 64 parameters, 768 bytes, are a quarter on each of four GPUs that shard."""
-    zero = {"stage": 1}
-    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
-    mesh = jzero.make_mesh(data=4, zero=1, devices=described_gpus("h100", 4))
-    step = jzero.make_train_step(Net(), config | {"mesh": {"data": 4, "zero": 1}}, mesh=mesh)
-    line = told_too_large(step, 4, lambda size: size - 256)
+    line = told_too_large(4, lambda size: size - 256, stage=1, data=4, zero=1)
     assert 'ZeRO-1 on 4 of these GPUs with "mesh": {"data": 1, "zero": 4} would fit, by the formula' in line
 
 
 def test_a_step_too_large_for_all_gpus_that_its_batch_divides_over():
     """Numbers of GPUs that the config excludes were not tried, which the line says."""
-    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {}}}
-    step = jzero.make_train_step(Net(), config, mesh=jzero.make_mesh(devices=described_gpus("h100", 2)))
-    line = told_too_large(step, 2, lambda size: 0)
-    assert line.endswith(
+    assert told_too_large(2, lambda size: 0).endswith(
         "no ZeRO stage on 2 or 4 of these GPUs would fit, by the formula; not tried: 8, 16, 32, 64, 128, which the "
         "config's batch sizes or mesh exclude"
     )
-    single = told_too_large(
-        jzero.make_train_step(Net(), config | {"train_batch_size": 128}, mesh=step.mesh), 2, lambda size: 0
-    )
+    single = told_too_large(2, lambda size: 0, rows=128)
     assert single.endswith("no ZeRO stage on 2, 4, 8, 16, 32, 64 or 128 of these GPUs would fit, by the formula")

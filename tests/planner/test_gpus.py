@@ -4,35 +4,22 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.refusals import refuses
 from helpers.sampling import keep
-from jax import lax
 from jax.experimental import topologies
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jzero.errors import ConfigError
-from jzero.planner import GPUS, Memory, collectives, gpu, gpu_devices, memory
+from jzero.planner import GPUS, Memory, gpu, gpu_devices, memory
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
 
 def test_device_memory():
     assert {name: round(gpu(name).memory / 2**30) for name in GPUS} == {
-        "t4": 15,
-        "rtx4090": 24,
-        "l40s": 44,
-        "a100-40": 39,
-        "a100": 79,
-        "h100-pcie": 79,
-        "h100-nvl": 93,
-        "h100": 79,
-        "h200": 141,
-        "b200": 178,
-        "gb200": 184,
-    }
+        "t4": 15, "rtx4090": 24, "l40s": 44, "a100-40": 39, "a100": 79, "h100-pcie": 79, "h100-nvl": 93, "h100": 79,
+        "h200": 141, "b200": 178, "gb200": 184,
+    }  # fmt: skip
 
 
 @pytest.mark.gpu_compile
@@ -56,48 +43,10 @@ def test_two_hosts():
     assert gpu_devices("h100", 16) == devices
     assert [d.process_index for d in gpu_devices("h100", 4, per_host=2)] == [0, 0, 1, 1]
 
-    mesh = Mesh(np.array(devices).reshape(2, 8), ("data", "zero"))
-    f = lambda x: lax.psum(jnp.sin(lax.psum_scatter(x, "zero", tiled=True)), "data")  # noqa: E731
-    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("zero")))
-    rows = collectives(mapped.lower(jax.ShapeDtypeStruct((64, 8), jnp.float32)).compile(), mesh)
-    assert [(row.kind, row.axes, row.group_size, row.bytes) for row in rows] == [
-        ("reduce-scatter", ("zero",), 8, 64 * 8 * 4),
-        ("all-reduce", ("data",), 2, 8 * 8 * 4),
-    ]
-
-
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_cudnn_attention(check_vma):
-    """Forward and backward, in a shard_map that is manual over every axis."""
-    mesh = Mesh(np.array(gpu_devices("h100", 8)).reshape(2, 4), ("data", "zero"))
-    batch = P(("data", "zero"))
-
-    def loss(q_BTHD, k_BTKD, v_BTKD):
-        out = jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True, implementation="cudnn")
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    def step(q, k, v):
-        value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
-        return lax.psum(value, ("data", "zero")), gradients
-
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=batch, out_specs=(P(), batch), check_vma=check_vma)
-    q, kv = (jax.ShapeDtypeStruct((16, 256, heads, 128), jnp.bfloat16) for heads in (8, 2))
-    compiled = jax.jit(mapped).lower(q, kv, kv).compile()
-    text = compiled.as_text()
-    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
-    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
-    assert [(row.kind, row.axes) for row in collectives(compiled, mesh)] == [("all-reduce", ("data", "zero"))]
-
 
 def test_mistakes():
-    with pytest.raises(ConfigError, match="h100, h200, b200"):
-        gpu_devices("h1000", 8)
-    with pytest.raises(ConfigError, match="multiple of 8"):
-        gpu_devices("h100", 12)
-    with pytest.raises(ConfigError, match="count"):
-        gpu_devices("h100", 0)
+    for given, words in ((("h1000", 8), "h100, h200, b200"), (("h100", 12), "multiple of 8"), (("h100", 0), "count")):
+        refuses(lambda given=given: gpu_devices(*given), words)
 
 
 @pytest.mark.parametrize(("installed", "fix"), [(None, r"pip install -e '/.*\[plan\]'"), (True, "JAX_PLATFORMS=cpu")])
@@ -107,8 +56,7 @@ def test_missing_compiler_says_the_fix(monkeypatch, installed, fix):
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed)
-    with pytest.raises(ConfigError, match=fix):
-        gpu_devices("h100", 7)
+    refuses(lambda: gpu_devices("h100", 7), fix)
 
 
 def test_memory_of_a_cpu_program():

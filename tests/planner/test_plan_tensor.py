@@ -14,12 +14,13 @@ from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero.display.text_table import size_text
-from jzero.planner.traced_operations import TracedCollective
-
-pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler]
+from jzero.planner import described_gpus
+from jzero.planner.advice import across_hosts
+from jzero.planner.traced_operations import TracedCollective, moves
 
 ROWS, SEQUENCE, WIDTH, BF16 = 8, 16, 64, 2
 TENSOR = ZERO = 2
+SHAPES = {"x": jax.ShapeDtypeStruct((ROWS, SEQUENCE, WIDTH), jnp.bfloat16)}
 
 
 class FeedForward:
@@ -37,19 +38,23 @@ class FeedForward:
         return (y**2).mean()
 
 
+def config(stage=0, **mesh):
+    return {
+        "train_batch_size": ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "mesh": mesh,
+    }  # fmt: skip
+
+
 def line(text):
     lines, first = inspect.getsourcelines(FeedForward.loss)
     (number,) = (first + i for i, line in enumerate(lines) if text in line)
     return f"test_plan_tensor.py:{number}"
 
 
+@pytest.mark.gpu_compile
+@needs_cuda_compiler
 def test_by_axis_and_line(tmp_path):
-    config = {
-        "train_batch_size": ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "mesh": {"tensor": TENSOR},
-    }  # fmt: skip
-    shapes = {"x": jax.ShapeDtypeStruct((ROWS, SEQUENCE, WIDTH), jnp.bfloat16)}
-    plan = jzero.plan(FeedForward(), config, shapes, gpu="h100", gpus_per_node=TENSOR * ZERO)
+    plan = jzero.plan(FeedForward(), config(3, tensor=TENSOR), SHAPES, gpu="h100", nodes=TENSOR * ZERO, gpus_per_node=1)
     activation = ROWS // ZERO * SEQUENCE * WIDTH * BF16
     # The input is the same on all devices of a group: nothing is gathered. The sum of `down` needs one reduce-scatter,
     # and its gradient one all-gather; the bias is added to a part of the sequence, so its gradient is summed.
@@ -60,6 +65,7 @@ def test_by_axis_and_line(tmp_path):
     # The rest are scalars: the loss, and one sum of squares for each of the two divided parameters.
     assert all(move.bytes <= 2 * 4 for move in set(plan.moves.all) - {scatter, gather, bias})
     assert plan.moves.whole == ()
+    assert any(line.startswith("mesh.tensor = 2: devices of several hosts act as one") for line in plan.warnings)
 
     elements = 2 * 4 * WIDTH * WIDTH
     held = elements // (TENSOR * ZERO) + WIDTH // ZERO
@@ -71,44 +77,37 @@ def test_by_axis_and_line(tmp_path):
 
     text = str(plan)
     rows = [re.split(r"\s{2,}", row.strip()) for row in text.splitlines()]
-    by_axis = {row[0]: row[1:3] for row in rows if len(row) == 5}
-    assert by_axis["tensor"] == ["2", f"{elements / (elements + WIDTH):.1%}"]
-    assert by_axis["zero"] == ["2", "100.0%"]
-    launches, size = next(row[3:] for row in rows if row[0] == "tensor")
+    by_axis = {row[0]: row[1:] for row in rows if len(row) == 5}
+    share, launches, size = by_axis["tensor"][1:]
+    assert (by_axis["tensor"][0], share) == ("2", f"{elements / (elements + WIDTH):.1%}")
     assert int(launches) >= 3
     assert size.endswith("KiB")
-    assert line("down") in text
+    assert by_axis["zero"][:2] == ["2", "100.0%"]
     pytest.importorskip("matplotlib")
     plan.html(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert line("down") in page
+    for shown in (text, page := (tmp_path / "plan.html").read_text()):
+        assert line("down") in shown
     assert "By axis" in page
 
 
-def planned(nodes, of_node, **mesh):
-    config = {
-        "train_batch_size": ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
-        "mesh": {"zero": 1, **mesh},
-    }  # fmt: skip
-    shapes = {"x": jax.ShapeDtypeStruct((ROWS, SEQUENCE, WIDTH), jnp.bfloat16)}
-    return jzero.plan(FeedForward(), config, shapes, gpu="h100", nodes=nodes, gpus_per_node=of_node)
-
-
-@pytest.mark.slow
-def test_a_group_across_hosts_has_its_price():
-    (found,) = [line for line in planned(2, 2, tensor=4).warnings if line.startswith("mesh.tensor = 4: devices of sev")]
-    size = re.search(r"move ([\d.]+) KiB a step", found)[1]
-    # the two collectives of the layer, see above, and the bias
-    assert float(size) == pytest.approx((2 * ROWS * SEQUENCE * WIDTH * BF16 + WIDTH * BF16) / 2**10, rel=0.01)
-    assert not any("several hosts" in line for line in planned(1, 4, tensor=4).warnings)
-
-
-def test_only_the_axis_across_hosts_has_a_price():
-    """`tensor`, the inner axis, stays within the hosts."""
-    plan = planned(2, 2, context=2, tensor=2)
-    (found,) = [line for line in plan.warnings if "several hosts" in line]
-    crossing = sum(move.total for move in plan.moves.all if "context" in move.axes)
-    assert 0 < crossing < sum(move.total for move in plan.moves.all)
-    assert found.startswith(
-        f"mesh.context = 2: devices of several hosts act as one; each moves {size_text(crossing)} per"
-    )
+@pytest.mark.parametrize(
+    ("nodes", "of_node", "mesh", "axis"),
+    [(2, 2, {"tensor": 4}, "tensor"), (1, 4, {"tensor": 4}, None), (2, 2, {"context": 2, "tensor": 2}, "context")],
+)
+def test_only_an_axis_across_hosts_has_a_price(nodes, of_node, mesh, axis):
+    """`tensor`, the inner axis, stays within the hosts where it can."""
+    made = jzero.make_mesh(zero=1, **mesh, devices=described_gpus("h100", nodes * of_node, per_host=of_node))
+    found = moves(jzero.make_train_step(FeedForward(), config(zero=1, **mesh), mesh=made).trace(SHAPES), made)
+    lines = list(across_hosts(found, made))
+    if axis is None:
+        assert lines == []
+        return
+    crossing = sum(move.total for move in found.all if axis in move.axes)
+    assert crossing > 0
+    if axis == "tensor":  # the two collectives of the layer, see above, and the bias
+        assert crossing == pytest.approx(2 * ROWS * SEQUENCE * WIDTH * BF16 + WIDTH * BF16, rel=0.01)
+    else:
+        assert crossing < sum(move.total for move in found.all)
+    (text,) = lines
+    words = f"mesh.{axis} = {mesh[axis]}: devices of several hosts act as one; each moves {size_text(crossing)} per"
+    assert text.startswith(words)

@@ -29,35 +29,24 @@ def test_a_collective_under_a_product_is_free_but_for_the_slowdown():
     assert seconds(gather(), products[0], DONE, rates=late) == pytest.approx(0.75 * PRODUCT_S + GATHER_S)
 
 
-def test_a_wrapped_collective_is_asynchronous():
-    """The start, the update and the done call a computation with a reduce-scatter."""
-    wrapped = f"""%wrapped (q: bf16[1000,1000]) -> bf16[500,1000] {{
-  %q = {X} parameter(0)
-  ROOT %rs = bf16[500,1000] reduce-scatter(%q), replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, to_apply=%add
-}}
-"""
-    pair = "((bf16[1000,1000]), bf16[500,1000])"
-    start = f"%s = {pair} async-start(%x), calls=%wrapped", f"%u = {pair} async-update(%s), calls=%wrapped"
-    lines = *start, f"%p = {MATMUL}", "%d = bf16[500,1000] async-done(%u), calls=%wrapped", f"%r = {MATMUL}"
-    t = step_time(program(*lines, others=wrapped), RATES)
-    assert t.step_s == pytest.approx(2 * PRODUCT_S)  # 1 MB at 50 GB/s takes as long as one product
-    assert t.exposed_s == pytest.approx(0, abs=1e-12)
+@pytest.mark.parametrize(("before", "after", "exposed"), [(1, 1, PRODUCT_S), (2, 1, 0.0), (0, 2, 2 * PRODUCT_S)])
+def test_the_done_of_an_update_waits_for_the_collective(before, after, exposed):
+    """The start, the update and the done call a computation with a reduce-scatter, which takes as long as two products.
 
-
-def test_the_done_of_an_update_waits_for_the_collective():
-    """Two products as long as a collective: one before the done hides a half of it, one after it nothing."""
+    Those before the done hide it, one after it hides nothing.
+    """
     wrapped = f"""%wrapped (q: bf16[2000,1000]) -> bf16[1000,1000] {{
   %q = bf16[2000,1000] parameter(0)
   ROOT %rs = {X} reduce-scatter(%q), replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, to_apply=%add
 }}
 """
     pair = "((bf16[2000,1000]), bf16[1000,1000])"
-    given = "%g = bf16[2000,1000] parameter(3)"
     start = f"%s = {pair} async-start(%g), calls=%wrapped", f"%u = {pair} async-update(%s), calls=%wrapped"
-    lines = given, *start, f"%p = {MATMUL}", f"%d = {X} async-done(%u), calls=%wrapped", f"%r = {MATMUL}"
+    first, second = ([f"%{name}{i} = {MATMUL}" for i in range(n)] for name, n in (("p", before), ("r", after)))
+    lines = "%g = bf16[2000,1000] parameter(3)", *start, *first, f"%d = {X} async-done(%u), calls=%wrapped", *second
     t = step_time(program(*lines, others=wrapped), RATES)
-    assert t.step_s == pytest.approx(3 * PRODUCT_S)  # 2 MB at 50 GB/s take as long as two products
-    assert t.exposed_s == pytest.approx(PRODUCT_S)
+    assert t.step_s == pytest.approx((before + after) * PRODUCT_S + exposed)  # 2 MB at 50 GB/s
+    assert t.exposed_s == pytest.approx(exposed, abs=1e-12)
 
 
 def test_collectives_wait_for_each_other():
@@ -66,39 +55,36 @@ def test_collectives_wait_for_each_other():
     assert seconds(gather(), *second, DONE) == pytest.approx(2 * GATHER_S)
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (f"bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add", 1e6 / 50e9),
-        (f"bf16[250,1000] reduce-scatter({X} %x), replica_groups=[1,4]<=[4], to_apply=%add", 1.5e6 / 100e9),
-        (f"{X} all-reduce(%x), replica_groups={{}}, to_apply=%add", 3e6 / 100e9),
-        (f"{X} all-to-all(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", 1.5e6 / 200e9),
-        (f"{X} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,0}}}}", 2e6 / 80e9),
-        (f"{X} all-reduce(%x), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}, to_apply=%add", 0.0),
-    ],
-)
-def test_collectives_inside_a_host(line, expected):
-    assert seconds(f"%c = {line}") == pytest.approx(expected)
+HALF, QUARTER = "bf16[500,1000] reduce-scatter(%x), to_apply=%add", "bf16[250,1000] reduce-scatter(%x), to_apply=%add"
+SUM, EXCHANGE = f"{X} all-reduce(%x), to_apply=%add", f"{X} all-to-all(%x), dimensions={{0}}"
+PERMUTE, PAIRS, ALL = f"{X} collective-permute(%x)", "{{0,1},{2,3}}", "{{0,1,2,3}}"
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("call", "groups", "of_a_host", "expected"),
     [
+        (HALF, PAIRS, 4, 1e6 / 50e9),
+        (QUARTER, "[1,4]<=[4]", 4, 1.5e6 / 100e9),
+        (SUM, "{}", 4, 3e6 / 100e9),
+        (EXCHANGE, ALL, 4, 1.5e6 / 200e9),
+        (PERMUTE, "{{0,1},{1,0}}", 4, 2e6 / 80e9),
+        (SUM, "{{0},{1},{2},{3}}", 4, 0.0),
         # Two GPUs on each of two hosts: two network cards of 10 GB/s carry each ring's bytes.
-        (f"bf16[250,1000] reduce-scatter({X} %x), replica_groups={{}}, to_apply=%add", 1.5e6 / 20e9),
-        (f"{X} all-reduce(%x), replica_groups={{}}, to_apply=%add", 3e6 / 20e9),
-        # One GPU on each of two hosts: one card.
-        (f"bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,2}},{{1,3}}}}, to_apply=%add", 1e6 / 10e9),
-        # On one host: NVLink.
-        (f"bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add", 1e6 / 50e9),
-        (f"{X} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,2}}}}", 2e6 / 10e9),
+        (QUARTER, "{}", 2, 1.5e6 / 20e9),
+        (SUM, "{}", 2, 3e6 / 20e9),
+        # One GPU on each of two hosts: one card. On one host: NVLink.
+        (HALF, "{{0,2},{1,3}}", 2, 1e6 / 10e9),
+        (HALF, PAIRS, 2, 1e6 / 50e9),
+        (PERMUTE, "{{0,1},{1,2}}", 2, 2e6 / 10e9),
         # Half of the parts go to the other host.
-        (f"{X} all-to-all(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", 1e6 / 10e9),
+        (EXCHANGE, ALL, 2, 1e6 / 10e9),
     ],
 )
-def test_collectives_between_hosts(line, expected):
-    t = step_time(program(f"%c = {line}"), RATES, gpus_per_node=2)
-    assert t.step_s == pytest.approx(expected, abs=60e-6)  # and hops
+def test_collectives_inside_a_host_and_between_hosts(call, groups, of_a_host, expected):
+    attribute = "source_target_pairs" if call is PERMUTE else "replica_groups"
+    t = step_time(program(f"%c = {call}, {attribute}={groups}"), RATES, gpus_per_node=of_a_host)
+    hops = {} if of_a_host == 4 else {"abs": 60e-6}
+    assert t.step_s == pytest.approx(expected, **hops)
 
 
 def test_hops_of_a_ring_across_hosts():
@@ -110,7 +96,6 @@ def test_hops_of_a_ring_across_hosts():
 
 def test_a_mesh_tells_which_devices_share_a_host():
     """Positions 0 and 1 of this mesh are the devices 0 and 2, on different hosts of two."""
-    line = f"%c = bf16[500,1000] reduce-scatter({X} %x), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add"
     mesh = Mesh(np.array(jax.devices())[[0, 2, 1, 3]], ("zero",))
-    assert step_time(program(line), RATES, gpus_per_node=2).step_s == pytest.approx(1e6 / 50e9)
-    assert step_time(program(line), RATES, mesh=mesh, gpus_per_node=2).step_s == pytest.approx(1e6 / 10e9, abs=60e-6)
+    text = program(f"%c = {HALF}, replica_groups={PAIRS}")
+    assert step_time(text, RATES, mesh=mesh, gpus_per_node=2).step_s == pytest.approx(1e6 / 10e9, abs=60e-6)

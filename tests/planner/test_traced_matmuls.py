@@ -9,7 +9,6 @@ from functools import partial
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from helpers.cuda import needs_cuda_compiler
@@ -17,11 +16,9 @@ from helpers.sampling import keep
 from jax import lax
 
 import jzero
-from jzero.attention_kernels import kernel_note
 from jzero.planner import gpu_devices
 from jzero.planner.traced_operations import matmuls
 from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose
-from models.llama import Llama, preset
 from models.vit import ViT, ViTConfig
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -33,28 +30,27 @@ def count(f, *args):
 
 A, B = jnp.ones((8, 16)), jnp.ones((16, 4))
 HALF_A, HALF_B = A.astype(BF16), B.astype(BF16)
+ONCE = 2 * 8 * 16 * 4
+with_algorithm = [partial(jnp.matmul, precision=lax.DotAlgorithmPreset[f"BF16_BF16_F32{x}"]) for x in ("", "_X3")]
 
 
 @pytest.mark.parametrize(
     ("f", "args", "float32", "total", "flops"),
     [
-        (jnp.matmul, (A, B), 1, 1, 2 * 8 * 16 * 4),
-        (jnp.matmul, (HALF_A, HALF_B), 0, 1, 2 * 8 * 16 * 4),
-        (jnp.matmul, (HALF_A, B), 1, 1, 2 * 8 * 16 * 4),
-        (partial(jnp.matmul, preferred_element_type=F32), (HALF_A, HALF_B), 0, 1, 2 * 8 * 16 * 4),
-        (partial(jnp.matmul, precision=lax.DotAlgorithmPreset.BF16_BF16_F32), (A, B), 0, 1, 2 * 8 * 16 * 4),
-        (partial(jnp.matmul, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3), (A, B), 1, 1, 2 * 8 * 16 * 4),
+        (jnp.matmul, (A, B), 1, 1, ONCE),
+        (jnp.matmul, (HALF_A, HALF_B), 0, 1, ONCE),
+        (jnp.matmul, (HALF_A, B), 1, 1, ONCE),
+        (partial(jnp.matmul, preferred_element_type=F32), (HALF_A, HALF_B), 0, 1, ONCE),
+        (with_algorithm[0], (A, B), 0, 1, ONCE),
+        (with_algorithm[1], (A, B), 1, 1, ONCE),
         (partial(jnp.einsum, "bij,bkj->bik"), (jnp.ones((3, 5, 7)), jnp.ones((3, 9, 7))), 1, 1, 2 * 3 * 5 * 7 * 9),
         (jnp.matmul, (jnp.ones((8, 8), int), jnp.ones((8, 8), int)), 0, 0, 0),
         (lambda a, b: lax.scan(lambda x, _: (x @ a, None), b, length=6), (jnp.ones((4, 4)), B), 6, 6, 6 * 512),
-        (lambda a, b: (a @ b, a.T @ a)[0], (A, B), 1, 1, 2 * 8 * 16 * 4),  # dead code does not run
-        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (A, B), 2, 2, 2 * 2 * 8 * 16 * 4),
-        (
-            lambda x, w, n: lax.ragged_dot(x, w, n),
-            (A, jnp.ones((3, 16, 4)), jnp.array([2, 2, 4])), 1, 1, 2 * 8 * 16 * 4,
-        ),
+        (lambda a, b: (a @ b, a.T @ a)[0], (A, B), 1, 1, ONCE),  # dead code does not run
+        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (A, B), 2, 2, 2 * ONCE),
+        (lax.ragged_dot, (A, jnp.ones((3, 16, 4)), jnp.array([2, 2, 4])), 1, 1, ONCE),
     ],
-)  # fmt: skip
+)
 def test_products_and_flops(f, args, float32, total, flops):
     found = count(f, *args)
     assert (found.float32, found.count, found.flops) == (float32, total, flops)
@@ -73,39 +69,31 @@ def test_flops_of_a_convolution_and_its_gradients():
     assert count(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), (0, 1)), x, w).flops == 3 * forward
 
 
+def line(f, below):
+    return f"{f.__name__} (test_traced_matmuls.py:{f.__code__.co_firstlineno + below})"
+
+
 def test_products_in_float32_are_listed_by_line():
     def f(a, b):
         wide = a @ b
         half = a.astype(BF16) @ b.astype(BF16)
         return wide.sum() + half.sum() + (a.T @ a).sum()
 
-    lines = count(f, A, B).float32_by_line
-    first = f.__code__.co_firstlineno
-    assert list(lines.items()) == [
-        (f"f (test_traced_matmuls.py:{first + 3})", (1, pytest.approx(2 / 3))),
-        (f"f (test_traced_matmuls.py:{first + 1})", (1, pytest.approx(1 / 6))),
-    ]
-    assert str(count(f, A, B)).splitlines()[0] == "2 of 3 matmuls, 83.3% of the FLOPs, in float32"
+    found = count(f, A, B)
+    assert list(found.float32_by_line.items()) == [
+        (line(f, 3), (1, pytest.approx(2 / 3))), (line(f, 1), (1, pytest.approx(1 / 6))),
+    ]  # fmt: skip
+    assert str(found).splitlines()[0] == "2 of 3 matmuls, 83.3% of the FLOPs, in float32"
 
 
 def test_a_model_is_found_wherever_it_is_installed():
     site = os.path.join(sysconfig.get_path("stdlib"), "site-packages")
     package = os.path.dirname(jzero.__file__)
-    assert _whose(os.path.join(package, "pipeline", "vocab_parallel.py")) == _whose(jax.__file__) == LIBRARIES
-    assert _whose(contextlib.__file__) == LIBRARIES
+    for library in (os.path.join(package, "pipeline", "vocab_parallel.py"), jax.__file__, contextlib.__file__):
+        assert _whose(library) == LIBRARIES
     assert _whose(flax.__file__) == LAYERS
     for model in (os.path.join(site, "bonsai", "vit.py"), os.path.join(package, "models", "vit.py"), __file__):
         assert _whose(model) == MODEL
-
-
-def test_products_inside_of_jaxs_and_jzeros_functions_have_the_line_of_the_call():
-    def f(x, w):
-        y, up = jnp.linalg.multi_dot([x, w, w.T]), w[None].repeat(2, 0)
-        return jzero.experts(x[None], jzero.route(y[None, :, :2], 1), up, up.mT).sum()
-
-    first = f.__code__.co_firstlineno
-    for traced in (f, jax.grad(f)):
-        assert {p.where for p in count(traced, A, B).all} == {f"f (test_traced_matmuls.py:{first + i})" for i in (1, 2)}
 
 
 def test_the_newest_line_of_the_model_counts():
@@ -115,10 +103,16 @@ def test_the_newest_line_of_the_model_counts():
     def f(x, w):
         return helper(x, w)
 
-    line = f"helper (test_traced_matmuls.py:{helper.__code__.co_firstlineno + 1})"
-    assert [p.where for p in count(f, A, B).all] == [line]
     own = jzero.Operation(helper, lambda group, x, w: None)
-    assert [p.where for p in count(lambda x, w: own(x, w), A, B).all] == [line]
+    for caller in (f, lambda x, w: own(x, w)):
+        assert [p.where for p in count(caller, A, B).all] == [line(helper, 1)]
+
+    def f(x, w):  # products inside of JAX's and jzero's functions have the line of the call
+        y, up = jnp.linalg.multi_dot([x, w, w.T]), w[None].repeat(2, 0)
+        return jzero.experts(x[None], jzero.route(y[None, :, :2], 1), up, up.mT).sum()
+
+    for traced in (f, jax.grad(f)):
+        assert {p.where for p in count(traced, A, B).all} == {line(f, 1), line(f, 2)}
 
 
 # ---------------------------------------------------------------- XLA's programs
@@ -146,14 +140,10 @@ class Convolutions(nnx.Module):
         return self.out(x.mean((1, 2)))
 
 
-def squares(net, batch):
-    return ((net(batch["images"]) - 1) ** 2).mean()
-
-
 # With cuDNN's attention its products would be in another kernel.
 VIT = ViTConfig(2, 64, 4, 128, image_size=32, patch_size=8, attention="xla")
 MODELS = {
-    "convolutions": lambda: jzero.from_flax(Convolutions, squares),
+    "convolutions": lambda: jzero.from_flax(Convolutions, lambda net, batch: (net(batch["images"]) ** 2).mean()),
     "vit": lambda: jzero.from_flax(lambda rngs: ViT(VIT, rngs=rngs)),
 }
 CASES = [("convolutions", "auto", 8, 0), ("convolutions", False, 8, 8), ("vit", "auto", 41, 0)]
@@ -176,27 +166,3 @@ def test_the_gpu_program_has_the_products_that_are_counted(model, auto_cast, cou
     found = matmuls(traced)
     assert (found.count, found.float32) == (count, float32)
     assert library_calls(traced.lower().compile().as_text()) == (count, float32)
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.usefixtures("no_compilation_cache")
-def test_a_t4_computes_in_float16_without_cudnn(monkeypatch):
-    """What "auto" means on a GPU before Ampere: no bfloat16, and no kernel for attention in cuDNN."""
-    devices = gpu_devices("t4", 2)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    auto = {"enabled": "auto"}
-    step = jzero.make_train_step(
-        jzero.from_flax(lambda rngs: Llama(preset("tiny", num_layers=1), rngs=rngs)),
-        {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "bf16": auto, "fp16": auto},
-        mesh=jzero.make_mesh(devices=devices),
-    )
-    tokens = jax.ShapeDtypeStruct((8, 128), np.int32)
-    text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
-    assert set(re.findall(r'custom_call_target="([^"]*)"', text)) == {"__cublas$lt$matmul"}
-    assert "bf16[" not in text
-    products = 4 + 2 + 1  # fused queries, keys and values; output; fused gate and up; down; two of attention; the head
-    assert library_calls(text) == (3 * products, 0)
-    assert kernel_note("auto", step.precision.compute).endswith("cuDNN needs a GPU of compute capability 8.0 or newer")
