@@ -3,7 +3,6 @@ import signal
 import pytest
 from jobs import Command
 from planning import Here
-from saving import job, straight  # noqa: F401  # fixtures of the tests of saving
 from workers import WORKER
 
 # A background job of a shell ignores Ctrl-C, and the commands that these tests interrupt would inherit that.
