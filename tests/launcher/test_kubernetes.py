@@ -89,11 +89,8 @@ spec:
       spec:
         backoffLimit: null
         template:
-          metadata: {annotations: {network: rdma}}
           spec:
             nodeSelector: {gpu: h100}
-            tolerations: [{key: gpu, operator: Exists}]
-            imagePullSecrets: [{name: registry}]
             volumes:
             - name: shm
               emptyDir: {sizeLimit: 64Gi}
@@ -121,12 +118,8 @@ def test_patch(here):
     expected["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus", "since": "2026-01-02"}
     pods = expected["spec"]["replicatedJobs"][0]["template"]["spec"]
     del pods["backoffLimit"]
-    pods["template"]["metadata"] = {"annotations": {"network": "rdma"}}
     pod = pods["template"]["spec"]
-    pod |= {
-        "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
-        "imagePullSecrets": [{"name": "registry"}],
-    }  # fmt: skip
+    pod["nodeSelector"] = {"gpu": "h100"}
     pod["volumes"][0]["emptyDir"]["sizeLimit"] = "64Gi"
     pod["volumes"].append({"name": "data", "persistentVolumeClaim": {"claimName": "data"}})
     (container,) = pod["containers"]

@@ -8,13 +8,16 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from jobs import ROOT
+from jobs import ROOT, stand_in
+from test_attempt import Driven
 from workers import CPU
 
 import jzero
+from jzero import cli
 from jzero.distributed import last_words
 from jzero.distributed.last_words import CONFIG, UNAVAILABLE
 from jzero.errors import ConfigError
+from jzero.launcher import machine_check
 from jzero.launcher.output import is_noise
 from jzero.loss_scale import NonFiniteError
 
@@ -118,17 +121,32 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "lines"),
+    ("what", "code", "out", "lines"),
     [
-        ("one", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"]),
-        ("several", CONFIG, ["jzero: helper.py:4: after step 7: 2 problems:", f"- {BATCH % 2}", f"- {SEED}"]),
-        ("lost", UNAVAILABLE, ["jzero: train.py:18: after step 7: process 1 was lost"]),
-        ("compile", -2, ["jzero: train.py:22: after step 7: interrupted (JZERO_TRACEBACK=1 prints the traceback)"]),
+        ("one", CONFIG, "", [f"jzero: helper.py:4: {BATCH % 1}"]),
+        ("several", CONFIG, "", ["jzero: helper.py:4: after step 7: 2 problems:", f"- {BATCH % 2}", f"- {SEED}"]),
+        ("lost", UNAVAILABLE, "", ["jzero: train.py:18: after step 7: process 1 was lost"]),
+        ("compile", -2, "", ["jzero: train.py:22: after step 7: interrupted (JZERO_TRACEBACK=1 prints the traceback)"]),
+        ("hook", CONFIG, "seen ConfigError\n", [f"jzero: helper.py:4: {BATCH % 1}"]),
     ],
 )
-def test_a_mistake_and_ctrl_c_are_one_line(ended, what, code, lines):
-    """With the innermost line of the user's own code, not those of jzero, JAX and Python."""
-    assert ended[what] == (code, "", lines)
+def test_a_mistake_and_ctrl_c_are_one_line(ended, what, code, out, lines):
+    """With the innermost line of the user's own code, not those of jzero, JAX and Python; a hook is called."""
+    assert ended[what] == (code, out, lines)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "last"),
+    [
+        ("one-traceback", CONFIG, [f"jzero: helper.py:4: {BATCH % 1}"]),
+        ("other", 1, ["ValueError: bad", "jzero: after step 7: ValueError: bad"]),
+    ],
+)
+def test_tracebacks_that_are_wanted(ended, what, code, last):
+    found, _, lines = ended[what]
+    assert found == code
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-len(last) :] == last
 
 
 @pytest.mark.parametrize(
@@ -183,53 +201,32 @@ def test_the_step_of_an_earlier_engine_is_not_named(monkeypatch):
     assert last_words._step == 0
 
 
-def test_tracebacks_that_are_wanted(ended):
-    code, _, lines = ended["one-traceback"]
-    assert code == CONFIG
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == f"jzero: helper.py:4: {BATCH % 1}"
-    code, _, lines = ended["other"]
-    assert code == 1
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-2:] == ["ValueError: bad", "jzero: after step 7: ValueError: bad"]
+def test_a_job_s_last_lines_are_meaningful():
+    job = Driven(1)
+    for line in ("the cause", *[HEADER] * 30):
+        job.attempt.receive("out", [0, 2, line])
+    job.ends(0, 3)
+    assert job.printed == ["the cause", *[HEADER] * 30]
+    assert job.attempt.failure.what.endswith("its last lines:\n    the cause")
 
 
-def test_a_hook_of_the_script(ended):
-    assert ended["hook"] == (CONFIG, "seen ConfigError\n", [f"jzero: helper.py:4: {BATCH % 1}"])
-
-
-WORKER = f"""
-import os, sys
-import jzero
-what = sys.argv[-2]
-print({NOISE[-1]!r}, flush=True)
-if what == "config":
-    jzero.init_distributed()
-    jzero.Config.load({{"train_batch_size": -1, "seed": -1}})
-print("the cause", file=sys.stderr)
-for _ in range(30):
-    print({HEADER!r}, file=sys.stderr)
-os._exit(3)
+WORKER = """
+from jzero.distributed import last_words
+from jzero.errors import ConfigError
+last_words.install()
+raise ConfigError("a is wrong", "b is wrong")
 """
 
 
 @pytest.mark.processes
 def test_a_job_repeats_a_mistake_once(start):
-    job = start(*CPU, 2, "worker.py", "config", program=WORKER).ended(CONFIG)
+    job = start(*CPU, 2, "worker.py", program=WORKER).ended(CONFIG)
     assert "Traceback" not in job.errors
-    problem = f"worker.py:8: 2 problems:\n- {BATCH % 1}\n- {SEED}\n"
-    assert job.errors.count(BATCH % 1) <= 3  # of each rank, unless it was ended before, and of the job
+    assert job.errors.count("a is wrong") <= 3  # of each rank, unless it was ended before, and of the job
     head, _, last = job.errors.rpartition("jzero: rank ")
-    assert last[1:].startswith(" exited with code 78 first, after ")
-    assert last.endswith(f" s: {problem}")
-    assert f"[{last[0]}] jzero: worker.py:8: 2 problems:\n" in head
-
-
-@pytest.mark.processes
-def test_a_job_s_last_lines_are_meaningful(start):
-    job = start(*CPU, 1, "worker.py", "other", program=WORKER).ended(3)
-    assert job.errors.count(HEADER) >= 30
-    assert job.errors.endswith("its last lines:\n    the cause\n")
+    problem = "worker.py:5: 2 problems:\n- a is wrong\n- b is wrong\n"
+    assert re.fullmatch(rf"\d exited with code 78 first, after \d+ s: {problem}", last)
+    assert f"[{last[0]}] jzero: worker.py:5: 2 problems:\n" in head
 
 
 CRASH = f"""
@@ -251,8 +248,19 @@ def test_a_crash_without_noise():
     assert done.stderr == "first\nsecond\nthe last words\n"
 
 
-def test_a_report_without_noise():
+def test_a_report_without_noise(capfd, monkeypatch, tmp_path):
     """JAX prints noise when a CUDA plugin is installed and there is no driver."""
-    done = run("-m", "jzero", "report")
-    assert "JAX sees" in done.stdout
-    assert [line for line in done.stderr.splitlines() if is_noise(line)] == []
+    check = machine_check.check_jax_here
+    monkeypatch.setattr(machine_check, "check_jax_here", lambda: os.write(2, f"{HEADER}\n".encode()) and check())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["report"]) == 0
+    out, err = capfd.readouterr()
+    assert "JAX sees 8 x cpu (cpu)" in out
+    assert err == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", stand_in(tmp_path, "ssh", "echo no route >&2; exit 255"))
+    (tmp_path / "hosts").write_text("localhost slots=1\nnowhere slots=2\n")
+    assert cli.main(["report", "--hostfile", str(tmp_path / "hosts")]) == 1
+    here, nowhere = [line for line in capfd.readouterr().out.splitlines() if re.match(r"\| (localhost|nowhere) ", line)]
+    assert "| 0 GPUs, 1 are wanted: " in here.replace("  ", " ")
+    assert "| no route (exit code 255)" in nowhere

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 from workers import CPU
 
-from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE
+from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE, read_outages
 from jzero.errors import ConfigError
 from jzero.launcher import restarts
 from jzero.launcher.attempt import Attempt
 from jzero.launcher.failure import Failure, Progress
 from jzero.launcher.job import make_job
 from jzero.launcher.options import parse
-from jzero.launcher.restarts import outage_of, symptom_of, why_not
+from jzero.launcher.restarts import symptom_of, why_not
 
 
 def attempt(code, *lines, steps=-1, age=1.0, culprit=0):
@@ -52,17 +52,6 @@ ERROR = "jzero: after step 7: ValueError: bad"
 )
 def test_the_same_failure_twice(first, second, stops):
     assert bool(why_not(symptom_of(second, second.failure), symptom_of(first, first.failure))) == stops
-
-
-def test_the_outage_that_the_ledger_records():
-    """A rank that ended itself has said why in its last line; one that was killed has not."""
-    failed = attempt(1, "jzero: after step 7: ValueError: bad", " ")
-    exited = failed.failure._replace(what="rank 0 exited with code 1 first, after 9 s; its last lines:\n    more")
-    words = "rank 0 exited with code 1 first, after 9 s: jzero: after step 7: ValueError: bad"
-    assert outage_of(failed, exited, "a 0") == ("a 0", 10.0, 12.5, 1, words)
-    what = "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s; its last lines: none"
-    killed = failed.failure._replace(code=137, what=what)
-    assert outage_of(failed, killed, "a 0").reason == "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s"
 
 
 class Attempts:
@@ -118,14 +107,17 @@ AWAY = ConfigError("nothing was started: no route to host")
 
 def test_a_restart(attempts):
     """Each attempt has a name of its own, and the outages before it."""
-    assert attempts.run(2, (3, "a"), (4, "b"), (0, "")) == 0
+    assert attempts.run(2, (3, "a"), (137, "b"), (0, "")) == 0
     assert attempts.printed == "jzero: restart 1 of 2\njzero: restart 2 of 2\n"
     names = [shared["JZERO_ATTEMPT"].split() for shared in attempts.shared]
     assert len({command for command, _ in names}) == 1
     assert [number for _, number in names] == ["0", "1", "2"]
-    assert "JZERO_OUTAGES" not in attempts.shared[0]
-    assert "rank 0 exited with code 3 first: a" in attempts.shared[2]["JZERO_OUTAGES"]
-    assert "rank 0 exited with code 4 first: b" in attempts.shared[2]["JZERO_OUTAGES"]
+    assert read_outages(attempts.shared[0]) == []
+    exited, killed = read_outages(attempts.shared[2])  # one that was killed has not said why in its last line
+    assert exited[0] == attempts.shared[0]["JZERO_ATTEMPT"]
+    assert exited[3:] == (3, "rank 0 exited with code 3 first: a")
+    assert killed[3:] == (137, "rank 0 exited with code 137 first")
+    assert exited.died <= exited.noticed <= killed.died
     assert attempts.run(0, (3, "a")) == 3
     assert attempts.printed == ""
 

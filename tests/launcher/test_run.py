@@ -5,6 +5,7 @@ What the command does about an event is in test_attempt.py and test_restarts.py,
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -61,7 +62,11 @@ def test_kill_the_agent(start, worker, tmp_path):
 
 
 def test_kill_the_command(start, worker):
+    """The job has a secret, in the environment of its processes alone."""
     job = start(*CPU, 2, worker, WAYS_TO_STAY).until(("ready", 2))
+    environments = [Path(f"/proc/{job.rank(rank)}/environ").read_text() for rank in (0, 1)]
+    (secret,) = {re.search(r"\0JZERO_SECRET=(\w{64})\0", text)[1] for text in environments}
+    assert secret not in "".join(job.processes().values()) + job.output + job.errors
     job.kill(job.process.pid)
     job.wait()
     job.gone(10 - job.took())
@@ -121,19 +126,17 @@ def test_an_orphan_a_stopped_guard_and_a_second_signal(start, worker):
 
 
 @pytest.mark.parametrize("number", keep([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
-def test_signals_go_through(start, worker, number):
-    job = start(*CPU, 2, worker, "save").until(("ready", 2))
+def test_signals_go_through(start, worker, tmp_path, number):
+    """And the file with the command's pid goes."""
+    job = start(*CPU, 2, "--save_pid", worker, "save", env={"TMPDIR": str(tmp_path)}).until(("ready", 2))
+    file = tmp_path / f"{job.process.pid}.jzero"
+    assert file.read_text() == f"{job.process.pid}\n"
     job.kill(job.process.pid, number)
     job.ended(128 + number, 10)
+    assert not file.exists()
     saved = sorted(line[4:] for line in job.output.splitlines() if "saved" in line)
     assert saved == [f"saved 0 {number}", f"saved 1 {number}"]
     job.gone(1)
-
-
-@pytest.mark.slow
-def test_saving_may_take_the_grace(start, worker):
-    """One rank received SIGTERM and saved; the others may take longer than an agent waits for a silent command."""
-    assert "saved 1" in start(*CPU, 2, "--grace", 20, worker, "slow").ended(75).output
 
 
 def test_interrupted_in_the_preflight(start, worker, tmp_path):

@@ -2,24 +2,19 @@
 
 import asyncio
 import contextlib
-import os
 import resource
 import socket
 import struct
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from workers import CPU
 
 from jzero import ConfigError
 from jzero.distributed import connections
 from jzero.distributed.connections import authenticate
 from jzero.distributed.joining import meet
-from jzero.launcher import agent, options
-from jzero.launcher.connecting import Connecting
-from jzero.launcher.job import make_job
+from jzero.launcher import agent
 
 
 @pytest.fixture
@@ -230,16 +225,25 @@ def test_a_stranger_that_listens(answer):
         assert agent.reach("127.0.0.1", port, "secret") is None
 
 
-def test_an_agent_that_is_reached():
-    async def called():
+def served(work):
+    """Run `work(port)` while the port is served for a job with a secret."""
+
+    async def run():
         serving = await connections.serve(server, "secret")
-        found = [await asyncio.to_thread(agent.reach, "127.0.0.1", port, secret) for secret in ("secret", "other")]
+        found = await work(port)
         serving.close()
         return found
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert asyncio.run(called()) == ["127.0.0.1", None]
+        return asyncio.run(run())
+
+
+def test_an_agent_that_is_reached(port):
+    async def called(port):
+        return [await asyncio.to_thread(agent.reach, "127.0.0.1", port, secret) for secret in ("secret", "other")]
+
+    assert served(called) == ["127.0.0.1", None]
     assert agent.reach("127.0.0.1", port, "secret") is None
 
 
@@ -247,8 +251,7 @@ def test_silent_callers_are_bounded(monkeypatch):
     """All that come at once, too: the oldest give way, one for each that comes."""
     monkeypatch.setattr(connections, "MOST", 4)
 
-    async def called():
-        serving = await connections.serve(server, "secret")
+    async def called(port):
         callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]  # the loop sees all at once
         await asyncio.sleep(0.5)
         gone = 0
@@ -256,28 +259,6 @@ def test_silent_callers_are_bounded(monkeypatch):
             caller.setblocking(False)
             with caller, contextlib.suppress(BlockingIOError):
                 gone += caller.recv(1) == b""
-        serving.close()
         return len(callers) - gone
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert asyncio.run(called()) <= 4
-
-
-@pytest.mark.processes
-def test_processes_get_the_secret_in_their_environment_alone(start):
-    program = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
-    job = start(*CPU, 2, "worker.py", program=program).until(("ready", 2))
-    found = set()
-    for rank in (0, 1):
-        variables = Path(f"/proc/{job.rank(rank)}/environ").read_bytes().decode().split("\0")
-        found |= {value for name, _, value in (v.partition("=") for v in variables) if name == "JZERO_SECRET"}
-    (secret,) = found
-    assert len(secret) == 64
-    assert secret not in "".join(job.processes().values()) + job.output + job.errors
-
-
-def test_a_secret_that_is_given(monkeypatch):
-    monkeypatch.setenv("JZERO_SECRET", "my own")
-    job = make_job(options.parse([*CPU, "1", "--no_python", "true"]), os.environ, "/")
-    assert Connecting(job, "").secret == "my own"
+    assert served(called) <= 4

@@ -32,17 +32,6 @@ if "save" in what:
         sys.exit(0)
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGINT, save)
-if "slow" in what:
-    def save(number, frame):
-        time.sleep(12)
-        os.write(1, f"saved {rank}\n".encode())
-        sys.exit(75)
-    signal.signal(signal.SIGTERM, save)
-    open("listens" + rank, "w").close()
-    while rank == "0":
-        time.sleep(0.1)
-        if os.path.exists("listens1"):
-            sys.exit(75)
 if "deaf" in what:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
