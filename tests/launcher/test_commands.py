@@ -150,74 +150,55 @@ def test_system_that_is_not_there(here, capsys, system, command):
     assert capsys.readouterr().err == f"jzero: --launcher {system}: there is no {command} on this machine\n"
 
 
-@pytest.fixture
-def folders(tmp_path):
-    for name in ("home", "cwd"):
-        (tmp_path / name).mkdir()
-    return str(tmp_path / "cwd"), str(tmp_path / "home")
+def found_in(here, env, export=()):
+    """The variables of a shell that go along to other hosts."""
+    return propagated(env, str(here.path), str(here.path / "home"), export)
 
 
-def lines(folder, name, *lines):
-    path = os.path.join(folder, name)
-    with open(path, "w") as file:
-        file.write("\n".join(lines))
-    return path
-
-
-def test_what_goes_along(folders):
-    cwd = folders[0]
+def test_what_goes_along(here):
     along = ["NCCL_DEBUG", "PYTHONHASHSEED", "MV2_X", "UCX_TLS", "MLFLOW_RUN", "JAX_PLATFORMS", "JZERO_TIMEOUT",
              "XLA_FLAGS", "TF_X", "CUDA_HOME", "HF_HOME", "WANDB_MODE", "PATH", "LD_LIBRARY_PATH",
              "VIRTUAL_ENV"]  # fmt: skip
     alone = ["CUDA_VISIBLE_DEVICES", "JZERO_JOB_ID", "JZERO_PROGRESS", "HOME", "HOSTNAME", "MY_JAX_X", "PATHS", "RANK"]
-    found = propagated({name: "x" for name in along + alone}, *folders)
-    assert found == {**{name: "x" for name in along}, "PYTHONPATH": cwd}
-    assert propagated({"PYTHONPATH": f"/a::{cwd}:/a"}, *folders)["PYTHONPATH"] == f"{cwd}:/a"
+    found = found_in(here, {name: "x" for name in along + alone})
+    assert found == {**{name: "x" for name in along}, "PYTHONPATH": str(here.path)}
+    assert found_in(here, {"PYTHONPATH": f"/a::{here.path}:/a"})["PYTHONPATH"] == f"{here.path}:/a"
 
 
-def test_files(folders):
-    """The order is: shell, .deepspeed_env, .jzero_env (each at home, then here), --export."""
-    cwd, home = folders
-    lines(home, ".deepspeed_env", "# of all jobs", "", "A=1", "B=1", "C=1", "  D=a b=$c # not a comment  ", "E=")
-    lines(cwd, ".deepspeed_env", "B=2", "C=2", "NCCL_X=2", "export F='quoted'", "   ", "\t# G=1")
-    lines(home, ".jzero_env", "C=3", "H=3")
-    lines(cwd, ".jzero_env", "H=4")
+def test_files(here):
+    """The order is: shell, .deepspeed_env, .jzero_env (each at home, then here), --export; for all processes."""
+    home = ["# of all jobs", "", "A=1", "B=1", "C=1", "  D=a b=$c # not a comment  ", "E="]
+    here.write("home/.deepspeed_env", *home)
+    here.write(".deepspeed_env", "B=2", "C=2", "NCCL_X=2", "export F='quoted'", "   ", "\t# G=1")
+    here.write("home/.jzero_env", "C=3", "H=3")
+    here.write(".jzero_env", "H=4")
     shell = {"NCCL_X": "shell", "A": "not passed on"}
-    found = propagated(shell, cwd, home, ["I=a=b", "H=5"])
-    assert found.pop("PYTHONPATH") == cwd
-    assert found == {
-        "A": "1", "B": "2", "C": "3", "D": "a b=$c # not a comment", "E": "", "F": "'quoted'", "H": "5", "I": "a=b",
-        "NCCL_X": "2",
+    expected = {
+        "A": "1", "B": "2", "C": "3", "D": "a b=$c # not a comment", "E": "", "F": "'quoted'", "H": "4", "NCCL_X": "2",
+        "PYTHONPATH": str(here.path),
     }  # fmt: skip
-    assert propagated(shell, cwd, home)["H"] == "4"
-    assert propagated(shell, cwd, home, ["NCCL_X"])["NCCL_X"] == "shell"
-    lines(home, "mine", "A=0")
-    assert propagated({"DS_ENV_FILE": "mine"}, cwd, home).keys() == {"A", "C", "H", "PYTHONPATH"}
-
-
-def test_all_bad_lines_at_once(folders, tmp_path):
-    cwd, home = folders
-    first = lines(str(tmp_path), "mine", "A=1", "A 1", "", "=x")  # by its path
-    second = lines(cwd, ".jzero_env", "A-B=1", "CUDA_VISIBLE_DEVICES=0")
-    with pytest.raises(ConfigError) as error:
-        propagated({"DS_ENV_FILE": first}, cwd, home, ["=1", "MISSING", "CUDA_VISIBLE_DEVICES=1", "OK=1", "A-B=1"])
-    places = [f"{first}, line 2", f"{first}, line 4", f"{second}, line 1", f"{second}, line 2"]
-    exports = [f"--export = '{item}'" for item in ("=1", "MISSING", "CUDA_VISIBLE_DEVICES=1", "A-B=1")]
-    found = [problem.partition(": ") for problem in error.value.problems]
-    assert [place for place, _, _ in found] == places + exports
-    assert found[0][2] == "'A 1': must be NAME=VALUE, or a comment after #"
-    for number, why in (
-        (3, "use --include"),
-        (5, "write MISSING=VALUE"),
-        (6, "use --include"),
-        (7, "NAME or NAME=VALUE"),
-    ):
-        assert why in found[number][2]
-
-
-def test_every_process_gets_it(here):
-    """Also on a single host."""
-    here.write("home/.deepspeed_env", "A=home")
+    assert found_in(here, shell) == expected
+    assert found_in(here, shell, ["I=a=b", "H=5"]) == expected | {"I": "a=b", "H": "5"}
+    assert found_in(here, shell, ["NCCL_X"])["NCCL_X"] == "shell"
     for process in here.dry("--platform", "cpu", "--num_gpus", 2, "train.py")["processes"]:
-        assert process["env"]["A"] == "home"
-        assert process["env"]["PYTHONPATH"].split(":")[0] == os.getcwd()
+        assert {name: process["env"][name] for name in "ABCDEFH"} == {name: expected[name] for name in "ABCDEFH"}
+        assert process["env"]["PYTHONPATH"].split(":")[0] == str(here.path)
+    here.write("home/mine", "A=0")
+    assert found_in(here, {"DS_ENV_FILE": "mine"}).keys() == {"A", "C", "H", "PYTHONPATH"}
+
+
+def test_all_bad_lines_at_once(here):
+    first = here.write("mine", "A=1", "A 1", "", "=x")  # by its path
+    second = here.write(".jzero_env", "A-B=1", "CUDA_VISIBLE_DEVICES=0")
+    with pytest.raises(ConfigError) as error:
+        found_in(here, {"DS_ENV_FILE": first}, ["=1", "MISSING", "CUDA_VISIBLE_DEVICES=1", "OK=1", "A-B=1"])
+    form, include = "must be NAME=VALUE, or a comment after #", "use --include"
+    expected = [
+        (f"{first}, line 2: 'A 1'", form), (f"{first}, line 4: '=x'", form), (f"{second}, line 1: 'A-B=1'", form),
+        (f"{second}, line 2: 'CUDA_VISIBLE_DEVICES=0'", include), ("--export = '=1'", "must be NAME or NAME=VALUE"),
+        ("--export = 'MISSING'", "write MISSING=VALUE"), ("--export = 'CUDA_VISIBLE_DEVICES=1'", include),
+        ("--export = 'A-B=1'", "must be NAME or NAME=VALUE"),
+    ]  # fmt: skip
+    for problem, (place, why) in zip(error.value.problems, expected, strict=True):
+        assert problem.startswith(f"{place}: ")
+        assert why in problem

@@ -9,31 +9,11 @@ import sys
 import numpy as np
 import pytest
 from helpers.sampling import some
-from hosts import NEEDS, Hosts, can_run
+from hosts import NEEDS, can_run
 from jobs import QUICK, ROOT
-from workers import CPU, WORKER
+from workers import CPU
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    made = Hosts(tmp_path_factory.mktemp("hosts"), int(os.environ.get("PYTEST_XDIST_WORKER", "gw99")[2:]))
-    yield made
-    made.remove()
-
-
-@pytest.fixture
-def launch(start, hosts, tmp_path):
-    """Start a job on both hosts, two processes each."""
-    (tmp_path / "hostfile").write_text("".join(f"{name} slots=2\n" for name in hosts.names.values()))
-    (tmp_path / "worker.py").write_text(WORKER)
-
-    def launch(*arguments, on="a", **keywords):
-        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
-        return start(*common, *arguments, prefix=hosts.on(on), **keywords)
-
-    return launch
 
 
 def test_ranks_go_through_the_hosts(launch, hosts):
@@ -53,14 +33,13 @@ def test_kill_a_rank_there(launch, hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", ["a", "b"])
-def test_kill_an_agent(launch, hosts, host):
+def test_kill_an_agent_there(launch, hosts):
     job = launch("worker.py", "children").until(("ready", 4))
-    (agent,) = [pid for pid in job.agents() if host_of(pid) == hosts.names[host]]
+    (agent,) = [pid for pid in job.agents() if host_of(pid) == hosts.names["b"]]
     job.kill(agent)
     assert job.wait(10) != 0
     job.gone(10 - job.took())
-    assert f"lost {hosts.names[host]}" in job.errors
+    assert f"lost {hosts.names['b']}" in job.errors
 
 
 def test_kill_the_command(launch):
@@ -136,8 +115,8 @@ def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, straight, on
 
 @pytest.mark.slow
 def test_a_host_that_is_not_there(launch, hosts, tmp_path):
-    (tmp_path / "hostfile").write_text(f"{hosts.names['a']} slots=1\n{hosts.names['b']} slots=1\nnowhere slots=1\n")
-    job = launch("worker.py", "show").ended(2)
+    (tmp_path / "three").write_text(f"{hosts.names['a']} slots=1\n{hosts.names['b']} slots=1\nnowhere slots=1\n")
+    job = launch("--hostfile", "three", "worker.py", "show").ended(2)
     assert "nowhere" in job.errors
     assert "resolve" in job.errors
     job.gone(1)

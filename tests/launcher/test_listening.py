@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hosts import NEEDS, Hosts, can_run
+from hosts import NEEDS, can_run
 from jobs import PATIENCE, wait_for
 from workers import CPU
 
@@ -65,16 +65,10 @@ def test_one_machine(start, tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not can_run(), reason=NEEDS)
-def test_two_hosts(start, tmp_path, tmp_path_factory):
-    hosts = Hosts(tmp_path_factory.mktemp("hosts"), 50 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw49")[2:]))
-    try:
-        (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in hosts.names.values()))
-        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
-        job = start(*common, "worker.py", prefix=hosts.on("a"), program=WORKER)
-        assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
-        assert job.output.count("joined None") == 2
-    finally:
-        hosts.remove()
+def test_two_hosts(launch, hosts, tmp_path):
+    job = launch("worker.py", slots=1, program=WORKER)
+    assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
+    assert job.output.count("joined None") == 2
 
 
 NAMES = {

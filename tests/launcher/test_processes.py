@@ -5,6 +5,7 @@ The fault is where the test puts it.
 
 import json
 import re
+import sys
 
 import jax
 import numpy as np
@@ -14,10 +15,10 @@ from flax import nnx
 from helpers.refusals import refuses
 from helpers.tensor_models import reference
 from jobs import QUICK
-from workers import CPU
+from workers import CPU, TRIED, said
 
 import jzero
-from jzero.distributed import host_collectives
+from jzero.distributed import host_collectives, last_words
 
 pytestmark = pytest.mark.processes
 
@@ -37,29 +38,22 @@ def engine(hidden=8, batch=4, **config):
 
 def rows(n):
     return np.ones((n, 8), "float32"), np.zeros(n, "int32")
-
-def tried(name, f):
-    try:
-        print(f"\\n{name}: {f()}\\n", end="", flush=True)
-    except jzero.ConfigError as error:
-        print(f"\\n{name}: error: {error}\\n", end="", flush=True)
 """
 
 
 @pytest.fixture
 def run(start):
-    """Run a program; return the job and the lines that each rank prints: rank -> {name: text}."""
+    """Run a program in two processes; return the job and what each said."""
 
-    def run(program, size=2, **env):
-        job = start(*CPU, size, "worker.py", program=HEAD + program, env=QUICK | env).ended()
-        found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
-        return job, {r: {name: text for number, name, text in found if number == str(r)} for r in range(size)}
+    def run(program):
+        job = start(*CPU, 2, "worker.py", program=HEAD + TRIED + program, env=QUICK).ended()
+        return job, said(job)
 
     return run
 
 
 def test_processes_that_differ(run):
-    job, said = run("""
+    job, told = run("""
 tried("lr", lambda: engine(optimizer={"type": "Adam", "params": {"lr": 1e-3 * (1 + rank)}}).train_batch(rows(4)))
 tried("mesh", lambda: engine(mesh={"data": 1 + rank, "zero": 2 - rank}).train_batch(rows(4)))
 tried("model", lambda: engine(hidden=8 + rank).train_batch(rows(4)))
@@ -72,7 +66,7 @@ tried("predict", lambda: one.predict(rows(3 + rank)[0]))  # both are padded to 4
 evaluate = jzero.make_eval_step(one.step_fn.model, lambda model, batch: batch[1], one.config)
 tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32", "float32"][rank]))))
 """)
-    assert said[0].keys() == said[1].keys()
+    assert told[0].keys() == told[1].keys()
     for name, words in {
         "lr": "the processes differ in config.optimizer.params.lr: 0.001 on rank 0; 0.002 on rank 1",
         "mesh": "- train step: the processes differ in config.mesh.data: 1 on rank 0; 2 on rank 1",
@@ -81,18 +75,18 @@ tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32",
         "evaluate": 'the processes differ in batch.0/1: "int32[4]" on rank 0; "float32[4]" on rank 1',
     }.items():
         for rank in (0, 1):
-            assert words in said[rank][name]
+            assert words in told[rank][name]
     for rank in (0, 1):
         assert "parameters.fc1/" in job.output
-        assert said[rank]["good"] == "False"
-        assert said[rank]["mine"] == "True"
-        assert "its leading dimension must be 4, or 2 on this process" in said[rank]["size"]
+        assert told[rank]["good"] == "False"
+        assert told[rank]["mine"] == "True"
+        assert "its leading dimension must be 4, or 2 on this process" in told[rank]["size"]
 
 
 @pytest.mark.slow
 def test_micro_batches_of_two_processes(run):
     """Each process passes its own rows, or jzero's loader passes the rows of all; the data of one end."""
-    _, said = run("""
+    _, told = run("""
 x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
 one = engine(batch=8, gradient_accumulation_steps=2)
 whole = float(one.eval_batch((x, y)))
@@ -104,16 +98,21 @@ data = iter([rows(4)] * (4 if rank == 0 else 3))
 tried("first", lambda: float(one.train_batch(data)) > 0)
 tried("second", lambda: one.train_batch(data))
 """)
-    for texts in said.values():
+    for texts in told:
         assert "the iterator of process 1 ended after 1 of 2 micro-batches" in texts.pop("second")
         assert texts == dict.fromkeys(["own", "alike", "loader", "first"], "True")
 
 
 def test_jax_that_was_used_before(monkeypatch):
+    """The error is the process's last line: the hook for it comes first."""
     jax.devices()
+    before = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setattr(last_words, "_installed", False)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
     refuses(jzero.init_distributed, r"call jzero.init_distributed\(\) at the top of the script")
+    assert sys.excepthook is not before
 
 
 PROGRAM = '''
@@ -310,7 +309,6 @@ jzero.log_dist(json.dumps([len(mine), seen]), ranks=[-1])
 @pytest.mark.parametrize(
     ("model", "processes", "layout", "rows"),
     [
-        pytest.param("nnx", 2, {"tensor": 2, "stage": 3}, 16, id="tensor"),
         pytest.param("llama", 4, {"zero": 2, "context": 2, "stage": 3, "accum": 2}, 8, id="context"),
         pytest.param("llama", 4, {"pipe": 2, "tensor": 2, "accum": 2}, 16, id="pipeline of groups"),
     ],

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers.sampling import some
 from jobs import QUICK, ROOT, Command
-from workers import CPU
+from workers import CPU, TRIED, said
 
 import jzero
 from jzero import ledger
@@ -46,13 +46,6 @@ def slow(name, words):
             time.sleep(1000)
         return fast(*args, **keywords)
     setattr(async_save, name, f)
-
-def tried(name, f):
-    # one write that begins a line, so that the lines of other threads and of gloo neither split it nor precede it
-    try:
-        print(f"\\n{{name}}: {{f()}}\\n", end="", flush=True)
-    except (jzero.ConfigError, jzero.CheckpointError) as error:
-        print(f"\\n{{name}}: {{type(error).__name__}}: {{error}}\\n", end="", flush=True)
 """
 TRAIN = f"""
 if "SLOW" in os.environ:
@@ -74,7 +67,7 @@ def job(start):
     """Start a worker with a program: `job(program, ..., options=[...])`."""
 
     def job(program, *arguments, options=(), **env):
-        return start(*CPU, 2, *options, "worker.py", *arguments, program=WORKER + program, env=QUICK | env)
+        return start(*CPU, 2, *options, "worker.py", *arguments, program=WORKER + TRIED + program, env=QUICK | env)
 
     return job
 
@@ -272,11 +265,6 @@ def test_sigterm_of_one_process_alone(tmp_path):
     assert re.search(rf"^step {saved}: loss \d.*\njzero: SIGTERM: saved", rest, re.M)  # the script did not get it
 
 
-def said(output):
-    found = re.findall(r"^\[(\d)\] (\w+): (.*)$", output, re.M)
-    return [{name: text for number, name, text in found if number == rank} for rank in "01"]
-
-
 MISTAKES = """
 engine = runs.build(layout)
 engine.train_batch(runs.batch(0))
@@ -335,7 +323,7 @@ def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
     assert theirs.exists()
     waits = "jzero: process 0 waits for process 1 (saving a checkpoint): all processes must make this call"
     assert waits in done.errors
-    for rank, texts in enumerate(said(done.output)):
+    for rank, texts in enumerate(said(done)):
         for name, words in MESSAGES.items():
             assert words in texts.get(name, words if name == "alone" and rank else "")
         assert "ConfigError: " in texts["nothing"]
@@ -372,7 +360,7 @@ def test_a_disk_that_fails_for_one_process(job, tmp_path):
     """A save fails on all, the checkpoint before it can be read, and training goes on; a read fails on all."""
     directory = tmp_path / "runs"
     done = job(FAULTS, "x", "stage3 x 2", directory).ended()
-    for texts in said(done.output):
+    for texts in said(done):
         assert texts["step"] == "True"
         assert "global_step2 was not written: the disk has gone (process 1)" in texts["save"]
         assert texts["load"] == str(directory / "global_step1")

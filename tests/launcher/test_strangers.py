@@ -142,7 +142,7 @@ def test_wrong_ranks_are_refused(port):
         with call(port) as gone:
             authenticate(gone, "job 1 3", "")
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
-            time.sleep(0.3 * reset)
+            time.sleep(0.3)
     answers = [claim(port, f"job {words}") for words in ("3 3", "0 3", "-1 3", "99999 3", "1 4", "x 3")]
     assert answers[:2] == ["no: waits for ranks 1 to 2: correct RANK"] * 2
     assert answers[3] == answers[0]

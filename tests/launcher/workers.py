@@ -1,4 +1,6 @@
-"""A script for the tests of jobs: the words of its argument name what it does."""
+"""A script for the tests of jobs, whose argument names what it does in words, and what programs of others print."""
+
+import re
 
 WORKER = r"""
 import json, os, signal, subprocess, sys, time
@@ -40,3 +42,18 @@ time.sleep(1000)
 """
 
 CPU = ("--platform", "cpu", "--num_gpus")
+
+# One write that begins a line, so that the lines of other threads and of gloo neither split it nor precede it.
+TRIED = r"""
+def tried(name, f):
+    try:
+        print(f"\n{name}: {f()}\n", end="", flush=True)
+    except (jzero.ConfigError, jzero.CheckpointError) as error:
+        print(f"\n{name}: {type(error).__name__}: {error}\n", end="", flush=True)
+"""
+
+
+def said(job):
+    """What the two ranks tried: name -> result or error."""
+    found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
+    return [{name: text for number, name, text in found if number == rank} for rank in "01"]
