@@ -6,6 +6,7 @@ import shlex
 import sys
 from importlib.metadata import PackageNotFoundError
 from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
 from helpers.cuda import needs_cuda_compiler
@@ -42,25 +43,35 @@ def jzero_plan(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
-def test_a_plan(jzero_plan, tmp_path):
-    code, out, _ = jzero_plan(f"{TINY} --gpu h100 --nodes 2 --gpus_per_node 2 --tokens 1e9 --price 2 --json plan.json")
+def test_a_plan(jzero_plan, tmp_path, monkeypatch):
+    """In a source tree that is not installed, too: only the record names versions."""
+    made, lower = [], plan_command.lower_step
+
+    def once(*arguments):  # compiled once, printed and recorded
+        lowered = lower(*arguments)
+        return SimpleNamespace(plan=lambda rates: made[0] if made else made.append(lowered.plan(rates)) or made[0])
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(plan_command, "lower_step", once)
+    options = f"{TINY} --gpu h100 --nodes 2 --gpus_per_node 2 --tokens 1e9 --price 2"
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_facts, "version", absent)
+        code, out, _ = jzero_plan(options)
     assert code == 0
     for words in ("on 4 x NVIDIA H100", "batch 4 = 1 per GPU", "peak", "reduce-scatter", "GPU-hours", "cost"):
         assert words in out
+    assert jzero_plan(f"{options} --json plan.json")[:2] == (0, out)
     record = json.loads((tmp_path / "plan.json").read_text())
     assert (record["gpu"]["nodes"], record["gpu"]["count"], record["layout"]["tokens"]) == (2, 4, 4 * 128)
     assert record["budget"]["cost"] == pytest.approx(2 * record["budget"]["gpu_hours"])
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
-    """Planned in a source tree that is not installed: only the record names versions."""
-
-    def absent(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(plan_facts, "version", absent)
     monkeypatch.setitem(gpus.GPUS, "h100", dataclasses.replace(gpus.GPUS["h100"], memory=NCCL_ROOM + CUDA_ROOM + 2**20))
     code, out, said = jzero_plan(f"{TINY} --gpu h100 --gpus_per_node 2")
     assert code == 2

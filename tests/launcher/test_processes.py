@@ -119,9 +119,9 @@ PROGRAM = '''
 import json
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from flax import nnx
+from helpers.loaders import Rows, data
 from helpers.steps import settings
 import jzero
-from models.mlp import MLP, cross_entropy
 
 
 class Net(nnx.Module):
@@ -231,36 +231,20 @@ def outside(devices):
     return found
 
 
-class Counted:
-    def __init__(self):
-        rng = np.random.default_rng(0)
-        self.x, self.y = rng.normal(size=(50, 8)).astype("float32"), rng.integers(0, 2, 50).astype("int32")
-        self.read = 0
-
-    def __len__(self):
-        return 50
-
-    def rows(self, indices):
-        self.read += len(indices)
-        return self.x[indices], self.y[indices]
-
-    def __iter__(self):
-        return zip(self.x, self.y)
-
-
 def loaded(devices=None):
     """Losses past the end of an epoch, and the rows that this process has read."""
-    losses, data = [], Counted()
-    for training_data in (data, lambda: iter(data)):
+    losses, source = [], Rows(50)
+    for training_data in (source, data("function", 50)):
         config = settings(16, 3, accum=2, optimizer={"type": "Adam", "params": {"lr": 1e-2}})
-        model = jzero.from_flax(lambda rngs: MLP(8, 16, 2, rngs=rngs), cross_entropy)
+        loss = lambda model, batch: ((model(batch["y"])[:, 0] - batch["x"]) ** 2).mean()
+        model = jzero.from_flax(lambda rngs: nnx.Linear(2, 2, rngs=rngs), loss)
         mesh = jzero.make_mesh(devices=devices)
         engine, _, loader, _ = jzero.initialize(model=model, config=config, mesh=mesh, training_data=training_data)
         losses += [float(engine.train_batch()) for _ in range(5)]
         loader.seek({"epoch": 0, "samples": 32})
         losses += [float(engine.train_batch()) for _ in range(3)]
         assert loader.position == {"epoch": 1, "samples": 16}, loader
-    return losses, data.read
+    return losses, len(source.read)
 '''
 
 
