@@ -1,9 +1,10 @@
+import os
 import signal
 
 import pytest
+from hosts import Hosts
 from jobs import Command
 from planning import Here
-from saving import job, straight  # noqa: F401  # fixtures of the tests of saving
 from workers import WORKER
 
 # A background job of a shell ignores Ctrl-C, and the commands that these tests interrupt would inherit that.
@@ -36,3 +37,22 @@ def worker(tmp_path):
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
     return Here(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    made = Hosts(tmp_path_factory.mktemp("hosts"), int(os.environ.get("PYTEST_XDIST_WORKER", "gw99")[2:]))
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def launch(start, hosts, worker, tmp_path):
+    """Start a job on both hosts, two processes each."""
+
+    def launch(*arguments, on="a", slots=2, **keywords):
+        (tmp_path / "hostfile").write_text("".join(f"{name} slots={slots}\n" for name in hosts.names.values()))
+        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
+        return start(*common, *arguments, prefix=hosts.on(on), **keywords)
+
+    return launch

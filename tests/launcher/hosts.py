@@ -47,19 +47,16 @@ class Hosts:
             sh("ip", "netns", "exec", name, "ip", "link", "set", "net", "up")
             self.serve(host)
 
-    def serve(self, host, **env):
-        """Start or replace the host's sshd, whose shells have an empty home and these variables.
+    def serve(self, host):
+        """Start the host's sshd, whose shells have an empty home.
 
         Root's own .bashrc may do anything: pyenv's writes a lock, which a shell that is killed leaves to all others.
         """
-        if host in self.servers:
-            self.stop(host)
         config = self.folder / f"sshd_{host}"
         (self.folder / "home").mkdir(exist_ok=True)
-        env = " ".join(f"{key}={value}" for key, value in {"HOME": self.folder / "home", **env}.items())
         config.write_text(
             f"HostKey {self.folder}/host\nAuthorizedKeysFile {self.folder}/user.pub\nStrictModes no\n"
-            f"PermitRootLogin yes\nUsePAM no\nPasswordAuthentication no\nSetEnv {env}\n"
+            f"PermitRootLogin yes\nUsePAM no\nPasswordAuthentication no\nSetEnv HOME={self.folder}/home\n"
         )
         inner = f"hostname {self.names[host]}; exec /usr/sbin/sshd -D -f {config}"
         isolated = ["unshare", "--uts", "--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", inner]

@@ -51,21 +51,10 @@ def driven():
     return Driven()
 
 
-def test_every_state_ends(driven):
-    """From each state a failure or a signal, and then the time, lead to KILLED; the table names all states."""
-    assert {state for state, _ in TRANSITIONS} == set(State)
-    for state in set(State) - {State.KILLED}:
-        after = {TRANSITIONS[state, event][0] for event in AttemptEvent if (state, event) in TRANSITIONS}
-        assert after & {State.FAILED, State.INTERRUPTED, State.KILLED}
-    for state in (State.FAILED, State.INTERRUPTED, State.KILLED):
-        assert TRANSITIONS[state, AttemptEvent.LATE][0] is State.KILLED
-
-
 def test_the_manual_shows_the_table():
     page = (ROOT / "docs" / "clusters.md").read_text()
-    assert [event.name.lower() for event in AttemptEvent] == page.partition("| state | ")[2].partition(" |\n")[0].split(
-        " | "
-    )
+    events = page.partition("| state | ")[2].partition(" |\n")[0].split(" | ")
+    assert events == [event.name.lower() for event in AttemptEvent]
     for state in State:
         row = page.partition(f"\n| {state.name.lower()}: {state.value} |")[2].partition("\n")[0].split("|")[:-1]
         after = [TRANSITIONS.get((state, event), (None, None))[0] for event in AttemptEvent]

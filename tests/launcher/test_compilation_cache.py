@@ -21,9 +21,8 @@ import jzero
 from jzero.distributed import compilation_cache
 from jzero.run.clock import compilations
 
-own = "own" in sys.argv  # every process has a home of its own, as on hosts without a common file system
 sys.argv = ["worker.py"]  # without what the tests add, another one in every start
-os.environ["XDG_CACHE_HOME"] = "caches" + (os.environ["RANK"] if own else "")
+os.environ["XDG_CACHE_HOME"] = "caches"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jzero.init_distributed()
 jax.default_backend = lambda: "gpu"  # JAX's cache works on CPUs too
@@ -71,67 +70,61 @@ def test_nobody_else_may_write_there(undecided, monkeypatch):
     assert compilation_cache._directory() is None
 
 
-def test_a_directory_that_cannot_be_written_is_left_alone(undecided, monkeypatch):
-    undecided.mkdir(parents=True, mode=0o700)
+def test_a_users_choice_stays(undecided, tmp_path):
+    for option, choice in (
+        ("jax_compilation_cache_dir", str(tmp_path / "own")),
+        ("jax_enable_compilation_cache", False),
+    ):
+        former = getattr(jax.config, option)
+        jax.config.update(option, choice)
+        try:
+            assert compilation_cache.shared_directory() is None
+        finally:
+            jax.config.update(option, former)
+    assert not undecided.exists()
+
+
+def test_a_directory_that_some_cannot_use(undecided, monkeypatch):
+    """It cannot be written, other processes do not see it, or a file is in its place."""
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation_cache, "gather_texts", lambda topic, text: [text, text.replace("True", "False")])
+        assert compilation_cache.shared_directory() is None
 
     def refuse(*args, **kwargs):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(Path, "touch", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    compilation_cache.turn_on(jax.devices())
-    assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_a_users_choice_stays(undecided, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    compilation_cache.turn_on(jax.devices())
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
-    assert not undecided.exists()
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", refuse)
+        patch.setattr(Path, "unlink", refuse)
         assert compilation_cache.shared_directory() is None
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-
-
-def test_no_home_and_no_gpu_mean_no_cache(undecided, monkeypatch):
-    undecided.parent.parent.joinpath("jzero").touch()  # a file where the directory would be
-    compilation_cache.turn_on(jax.devices())
-    assert jax.config.jax_compilation_cache_dir is None
-    monkeypatch.setattr(compilation_cache, "_is_decided", False)
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    undecided.parent.unlink()
-    compilation_cache.turn_on(jax.devices())
-    assert jax.config.jax_compilation_cache_dir is None
-    assert not undecided.exists()
+    assert compilation_cache.shared_directory() == undecided
+    undecided.rmdir()
+    undecided.touch()
+    assert compilation_cache.shared_directory() is None
 
 
 def test_a_plan_decides_nothing(undecided, monkeypatch):
+    """Nor do CPUs, and a part of the processes."""
     compilation_cache.turn_on([object()])
-    assert not undecided.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "cpu")
+        compilation_cache.turn_on(jax.devices())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    compilation_cache.turn_on(jax.devices())  # of one process alone
+    compilation_cache.turn_on(jax.devices())
     assert not undecided.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("where", ["common", pytest.param("own", marks=pytest.mark.slow)])
-def test_processes_use_a_directory_that_all_see(start, tmp_path, where):
+def test_processes_use_a_directory_that_all_see(start, tmp_path):
     starts = []
     for _ in range(2):
-        job = start(*CPU, 2, "worker.py", where, program=PROGRAM).ended()
+        job = start(*CPU, 2, "worker.py", program=PROGRAM).ended()
         starts.append([json.loads(line) for line in re.findall(r"^\[\d\].*?(\[[n\"].*\])$", job.output, re.M)])
         assert len(starts[-1]) == 2, job.output
-    losses = {loss for start in starts for *_, loss in start}
-    assert len(losses) == 1
-    if where == "own":
-        assert all(directory is None and cached == 0 for start in starts for directory, cached, _ in start)
-    else:
-        (job,) = (tmp_path / "caches/jzero/programs").iterdir()  # of this command line
-        assert all(directory == str(job) for start in starts for directory, *_ in start)
-        # init and the step, on process 0; on CPUs JAX's keys differ among processes, unlike on GPUs
-        assert max(cached for _, cached, _ in starts[1]) >= 2, starts
-        assert all(path.name.endswith("-cache") for path in job.iterdir() if path.is_file())
+    assert len({loss for start in starts for *_, loss in start}) == 1
+    (job,) = (tmp_path / "caches/jzero/programs").iterdir()  # of this command line
+    assert all(directory == str(job) for start in starts for directory, *_ in start)
+    # init and the step, on process 0; on CPUs JAX's keys differ among processes, unlike on GPUs
+    assert max(cached for _, cached, _ in starts[1]) >= 2, starts
+    assert all(path.name.endswith("-cache") for path in job.iterdir() if path.is_file())

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import Net, config, rows
-from helpers.sampling import keep
-from planner.test_gpus import needs_cuda_compiler
+from helpers.cuda import needs_cuda_compiler
+from helpers.engines import build, config, rows
 
 import jzero
 import jzero.run.diagnosis.step_checks
@@ -14,21 +13,6 @@ import jzero.tree
 from jzero.planner import gpu_devices
 
 EVERY = {"desync_check": {"every": 2}}
-LAYOUTS = {  # stage, pipe, data, zero
-    "stage 0": (0, 1, 4, 1),
-    "stage 1 in groups": (1, 1, 2, 2),
-    "stage 3": (3, 1, 1, 4),
-    "pipeline": (1, 2, 2, 1),
-}
-
-
-def engine_of(layout, **more):
-    stage, pipe, data, zero = LAYOUTS[layout]
-    mesh = jzero.make_mesh(pipe=pipe, data=data, zero=zero, devices=jax.devices()[: pipe * data * zero])
-    settings = config(stage, gradient_accumulation_steps=1, **EVERY, **more)
-    if pipe > 1:
-        del settings["stack"]
-    return jzero.initialize(model=Net(), config=settings, mesh=mesh)[0]
 
 
 def flip(x, number):
@@ -47,20 +31,19 @@ def lines(capsys):
 
 def train(engine, steps):
     for i in range(steps):
-        engine.train_batch(rows(i, engine.train_batch_size()))
+        engine.train_batch(rows(i))
 
 
-ONE_BIT = [
-    ("stage 0", "params/stack/w on device 2 (process 0)"),
-    ("stage 1 in groups", "params/stack/w on device 0 (process 0), device 2 (process 0)"),  # two copies: no majority
-    ("stage 3", None),  # every device has a part of its own
-    ("pipeline", "params/stack/w on device 2 (process 0), device 3 (process 0)"),
-]
-
-
-@pytest.mark.parametrize(("layout", "expected"), keep(ONE_BIT, ONE_BIT[1:3]))
-def test_one_bit_on_one_device(layout, expected, capsys):
-    engine = engine_of(layout)
+@pytest.mark.parametrize(
+    ("stage", "mesh", "expected"),
+    [
+        # two copies: no majority
+        (1, {"data": 2, "zero": 2}, "params/stack/w on device 0 (process 0), device 2 (process 0)"),
+        (3, {"zero": 4}, None),  # every device has a part of its own
+    ],
+)
+def test_one_bit_on_one_device(stage, mesh, expected, capsys):
+    engine = build(stage, more=EVERY, **mesh)[0]
     train(engine, 5)
     assert lines(capsys) == []
     engine.state.params["stack"]["w"] = flip(engine.state.params["stack"]["w"], 2)
@@ -76,7 +59,7 @@ def test_one_bit_on_one_device(layout, expected, capsys):
 
 
 def test_a_save_reports_what_the_last_step_found(tmp_path, capsys):
-    engine = engine_of("stage 0")
+    engine = build(0, data=4, zero=1, more=EVERY)[0]
     train(engine, 1)
     engine.state.params["stack"]["w"] = flip(engine.state.params["stack"]["w"], 2)
     train(engine, 1)
@@ -91,7 +74,7 @@ def test_a_save_reports_what_the_last_step_found(tmp_path, capsys):
 
 
 def test_a_counter_and_a_moment():
-    engine = engine_of("stage 0")
+    engine = build(0, data=4, zero=1, more=EVERY)[0]
     train(engine, 1)
     replicas, state = engine._checks._replicas, engine.state
     leaves, tree = jax.tree.flatten(state.opt_state)
@@ -110,14 +93,10 @@ def test_a_counter_and_a_moment():
 def test_the_comparison_needs_no_memory():
     step = jzero.make_train_step(Wide(), config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
     sums = jzero.run.diagnosis.step_checks.Replicas(step, None).sums
-    shapes = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
+    shapes = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), step.state_shapes, step.state_shardings)
     memory = sums.lower(shapes).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 3 * 4 * 2**20
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 0.01 * memory.argument_size_in_bytes
-
-
-def _with_sharding(x, sharding):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 class Wide:

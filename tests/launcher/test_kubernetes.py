@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import ROOT, stand_in
 from test_commands import NASTY
@@ -89,11 +89,8 @@ spec:
       spec:
         backoffLimit: null
         template:
-          metadata: {annotations: {network: rdma}}
           spec:
             nodeSelector: {gpu: h100}
-            tolerations: [{key: gpu, operator: Exists}]
-            imagePullSecrets: [{name: registry}]
             volumes:
             - name: shm
               emptyDir: {sizeLimit: 64Gi}
@@ -115,40 +112,26 @@ spec:
 
 def test_patch(here):
     words = [*TWO, "--export", "SEEN=1", "--export", "KEPT=2"]
+    expected, _ = here.manifest(*words, "--launcher_args=image=i", "train.py")
     patch = here.write("patch.yaml", PATCH)
-    before, _ = here.manifest(*words, "--launcher_args=image=i", "train.py")
-    after, pod = here.manifest(*words, f"--launcher_args=image=i patch={patch}", "train.py")
-    container, sidecar = pod["containers"]
-    assert after["metadata"] == {
-        "name": "jzero", "labels": {"kueue.x-k8s.io/queue-name": "gpus", "since": "2026-01-02"},
-    }  # fmt: skip
-    (job,) = after["spec"].pop("replicatedJobs")
-    (plain,) = before["spec"].pop("replicatedJobs")
-    assert after["spec"] == before["spec"]
-    assert job["template"]["spec"].keys() == plain["template"]["spec"].keys() - {"backoffLimit"}
-    assert job["template"]["spec"]["template"]["metadata"] == {"annotations": {"network": "rdma"}}
-    assert pod["nodeSelector"] == {"gpu": "h100"}
-    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
-    assert pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert pod["volumes"] == [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
-        {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
-    ]
-    assert container["volumeMounts"] == [
-        {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "data", "mountPath": "/data"},
-        {"name": "data", "mountPath": "/old", "subPath": "old"},
-    ]
-    assert container["env"] == [
-        {"name": "SEEN", "value": "patched"},
-        {"name": "KEPT", "value": "2"},
-        {"name": "JZERO_SECRET", "valueFrom": {"secretKeyRef": {"name": "run", "key": "secret"}}},
-    ]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "rdma/ib": 8}}
-    (before_container,) = plain["template"]["spec"]["template"]["spec"]["containers"]
-    for name in ("args", "image", "command"):
-        assert container[name] == before_container[name]
-    assert sidecar == {"name": "sidecar", "image": "side:1"}
+    patched, _ = here.manifest(*words, f"--launcher_args=image=i patch={patch}", "train.py")
+    expected["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus", "since": "2026-01-02"}
+    pods = expected["spec"]["replicatedJobs"][0]["template"]["spec"]
+    del pods["backoffLimit"]
+    pod = pods["template"]["spec"]
+    pod["nodeSelector"] = {"gpu": "h100"}
+    pod["volumes"][0]["emptyDir"]["sizeLimit"] = "64Gi"
+    pod["volumes"].append({"name": "data", "persistentVolumeClaim": {"claimName": "data"}})
+    (container,) = pod["containers"]
+    pod["containers"].append({"name": "sidecar", "image": "side:1"})
+    container["volumeMounts"] += [
+        {"name": "data", "mountPath": "/data"}, {"name": "data", "mountPath": "/old", "subPath": "old"},
+    ]  # fmt: skip
+    assert container["env"] == [{"name": "SEEN", "value": "1"}, {"name": "KEPT", "value": "2"}]
+    secret = {"name": "JZERO_SECRET", "valueFrom": {"secretKeyRef": {"name": "run", "key": "secret"}}}
+    container["env"] = [{"name": "SEEN", "value": "patched"}, {"name": "KEPT", "value": "2"}, secret]
+    container["resources"]["limits"]["rdma/ib"] = 8
+    assert patched == expected
 
 
 def test_the_patch_of_the_documentation(here):
@@ -168,12 +151,10 @@ def test_the_patch_of_the_documentation(here):
     [
         (None, "No such file or directory\n"),
         ("a: [", "line 2: "),
-        ("- a", "must be a mapping"),
-        ("", "must be a mapping"),
+        ("", "the file must be a mapping"),
         ("spec: {replicatedJobs: {name: node}}", "spec.replicatedJobs must be a list"),
         ("spec: 3", "spec must be a mapping"),
         ("spec: {replicatedJobs: [{template: {}}]}", "spec.replicatedJobs: each item needs a name"),
-        ("spec: {replicatedJobs: [node]}", "spec.replicatedJobs: each item needs a name"),
         ("metadata: {labels: !!set {a}}", "type set is not JSON"),
         ("a: .inf", "not JSON compliant"),
         ("a: 1\n---\nb: 2", "line 2: "),
@@ -188,29 +169,19 @@ def test_a_wrong_patch(here, text, why):
     assert error.count("\n") == 1
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=12,
-)
 STRANGE = [
     "yes", "NO", "on", "null", "~", "1", "1e3", "0x1", "1:30", "2026-01-02", ".inf", "=", "<<", "a:", "a: b", "a #b",
     "- a", "-", "--", "---", "...", "?", "&a", "*a", "!a", "|", ">", "%", "@", "`", "'", '"', "{}", "[]", " a", "a ",
 ]  # fmt: skip
 
 
-@given(VALUES)
+@settings(max_examples=40)
+@given(st.lists(st.text(), max_size=2))
 @example(STRANGE)
-@example({word: {word: [[word], []]} for word in STRANGE})
-@example(["\x7f\x85\u2028\ufeff\ufffe\U0001f600", "é"])
-def test_yaml_is_read_back(value):
+@example(["\x7f\x85\u2028\ufeff\ufffe\U0001f600"])
+def test_yaml_is_read_back(texts):
+    value = {"flat": texts, "deep": {one: {one: [[one], [], {}, None, True, 1]} for one in texts}}
     assert yaml.safe_load(to_yaml(value)) == value
-
-
-def test_yaml_is_plain():
-    value = {"a": {"b": [{"c": 1, "d": ["x y", "--flag=/p"]}, []], "e": {}, "f/g.h": None}, "image": "here/is:1"}
-    lines = ["a:", "  b:", "  - c: 1", "    d:", '    - "x y"', "    - --flag=/p", "  - []", "  e: {}", "  f/g.h: null"]
-    assert to_yaml(value).splitlines() == [*lines, "image: here/is:1"]
 
 
 def test_kubectl_gets_what_is_printed(here, capsys):

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hosts import NEEDS, Hosts, can_run
+from hosts import NEEDS, can_run
 from jobs import PATIENCE, wait_for
 from workers import CPU
 
@@ -47,6 +47,7 @@ def listening(pids):
 
 def heard_at(job, tmp_path):
     """The addresses of the rendezvous, and those of JAX's service after it."""
+    wait_for(lambda: len(job.processes("--local_rank")) >= 2, PATIENCE, lambda: job.errors)
     wait_for(lambda: listening(job.processes()), PATIENCE, lambda: job.errors)
     first = listening(job.processes("worker.py"))
     (tmp_path / "go").touch()
@@ -57,7 +58,6 @@ def heard_at(job, tmp_path):
 @pytest.mark.processes
 def test_one_machine(start, tmp_path):
     job = start(*CPU, 2, "worker.py", program=WORKER)
-    wait_for(lambda: job.processes("--local_rank=0"), PATIENCE, lambda: job.errors)
     assert heard_at(job, tmp_path) == ({"127.0.0.1"}, {"127.0.0.1"})
     assert job.output.count("joined lo") == 2
 
@@ -65,21 +65,14 @@ def test_one_machine(start, tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not can_run(), reason=NEEDS)
-def test_two_hosts(start, tmp_path, tmp_path_factory):
-    hosts = Hosts(tmp_path_factory.mktemp("hosts"), 50 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw49")[2:]))
-    try:
-        (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in hosts.names.values()))
-        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
-        job = start(*common, "worker.py", prefix=hosts.on("a"), program=WORKER)
-        wait_for(lambda: len(job.processes("--local_rank=0")) == 2, PATIENCE, lambda: job.errors)
-        assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
-        assert job.output.count("joined None") == 2
-    finally:
-        hosts.remove()
+def test_two_hosts(launch, hosts, tmp_path):
+    job = launch("worker.py", slots=1, program=WORKER)
+    assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
+    assert job.output.count("joined None") == 2
 
 
 NAMES = {
-    "here": ["192.0.2.1"], "both": ["192.0.2.1", "2001:db8::1"], "debian": ["127.0.1.1"], "six": ["2001:db8::1"],
+    "both": ["192.0.2.1", "2001:db8::1"], "debian": ["127.0.1.1"], "six": ["2001:db8::1"],
     "several": ["192.0.2.1", "192.0.2.2"], "elsewhere": ["203.0.113.1"], "localhost": ["127.0.0.1", "::1"],
 }  # fmt: skip
 
@@ -87,7 +80,6 @@ NAMES = {
 @pytest.mark.parametrize(
     ("name", "one_host", "chosen"),
     [
-        ("here", False, "192.0.2.1"),
         ("both", False, "192.0.2.1"),
         ("six", False, "2001:db8::1"),
         ("several", False, ""),

@@ -1,6 +1,8 @@
 """The faults of hosts, found before a script starts."""
 
 import asyncio
+import os
+import socket
 
 import pytest
 from helpers.refusals import refuses
@@ -11,7 +13,6 @@ from jzero.launcher.job import make_job
 from jzero.launcher.machine_check import weak_points
 from jzero.launcher.runner import Runner
 
-CORRECT = "correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 NO_JAX = "no jax for Python 3.12.1: install jzero there, at the same path"
 
 
@@ -22,42 +23,11 @@ def hello(gpus=8, **versions):
     return {"versions": {name: version for name, version in installed.items() if version}, "gpus": gpus}
 
 
-def wanted(hellos, gpus=8):
-    return dict.fromkeys(hellos, gpus)
-
-
 def test_a_host_says_what_is_compared():
     said = agent.hello()
     assert said["versions"].keys() >= {"python", "jax", "jaxlib"}
     assert said["versions"].keys() <= set(SAME)
     assert faults({"a": said, "b": said}, {"a": said["gpus"], "b": 0}) == {}
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_one_differs(name):
-    hellos = {"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})}
-    assert faults(hellos, wanted(hellos)) == {"a": [f"{name} 2, elsewhere 1: install the same"]}
-
-
-@pytest.mark.parametrize(
-    ("hellos", "found"),
-    [
-        ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
-        ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
-            {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
-        ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello()},
-            {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same"]}),
-        ({"a": hello(jax=None)}, {"a": [NO_JAX]}),
-        ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
-    ],
-)  # fmt: skip
-def test_versions(hellos, found):
-    assert faults(hellos, wanted(hellos)) == found
-
-
-def test_too_few_gpus():
-    hellos = {"a": hello(gpus=3), "b": hello(gpus=4), "c": hello(gpus=0)}
-    assert faults(hellos, {"a": 4, "b": 4, "c": 0}) == {"a": [f"3 GPUs, 4 are wanted: {CORRECT}"]}
 
 
 ALL = {
@@ -66,51 +36,39 @@ ALL = {
     "deaf": {"error": "ssh: [preauth] no route [/etc/ssh] :key: (exit code 255)"},
     "old": hello(gpus=1, python="3.11.7", jax=None),
 }
+FEW = "GPUs, 8 are wanted: correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
 
-def test_all_at_once():
-    assert faults(ALL, wanted(ALL)) == {
-        "deaf": [ALL["deaf"]["error"]],
-        "old": [
-            "python 3.11.7, elsewhere 3.12.1: install the same",
-            "jax none, elsewhere 0.11.2: install the same",
-            "no jax for Python 3.11.7: install jzero there, at the same path",
-            "1 GPUs, 8 are wanted: " + CORRECT,
-        ],
-    }
-
-
-def test_nobody_is_heard():
-    hellos = {"a": {"error": "x"}, "b": {"error": "y"}}
-    assert faults(hellos, wanted(hellos)) == {"a": ["x"], "b": ["y"]}
-    table = cells(host_table(hellos, faults(hellos, wanted(hellos))))
-    assert table == [["host", "GPUs", "faults"], ["a", "", "x"], ["b", "", "y"]]
+@pytest.mark.parametrize(
+    ("hellos", "found"),
+    [
+        *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
+            {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
+        ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
+        ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
+            {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
+        ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello(gpus=7)},
+            {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
+        ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
+        ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
+        (ALL, {"deaf": [ALL["deaf"]["error"]], "old": [
+            "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
+            "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
+    ],
+)  # fmt: skip
+def test_faults(hellos, found):
+    assert faults(hellos, dict.fromkeys(hellos, 8)) == found
 
 
 def test_table():
-    header, *rows = cells(host_table(ALL, faults(ALL, wanted(ALL))))
-    assert header == ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"]
-    versions = ["3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8"]
-    assert rows[:3] == [
-        ["good-1", *versions, "-"],
-        ["good-2", *versions, "-"],
-        ["deaf", *[""] * 6, ALL["deaf"]["error"]],  # printed as it is: rich must not read [preauth] as markup
+    some = {name: ALL[name] for name in ("good-1", "old")} | {"deaf": {"error": "ssh: [preauth] :key:"}}
+    table = host_table(some, {"old": ["one", "two"], "deaf": ["ssh: [preauth] :key:"]})
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[0] == "|"] == [
+        ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"],
+        ["good-1", "3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8", "-"],
+        ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1", "one; two"],
+        ["deaf", *[""] * 6, "ssh: [preauth] :key:"],  # printed as it is: rich must not read [preauth] as markup
     ]
-    assert rows[3][:-1] == ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1"]
-    assert rows[3][-1] == "; ".join(faults(ALL, wanted(ALL))["old"])
-
-
-def cells(text):
-    """The table's rows, with folded cells joined."""
-    rows = []
-    for line in text.splitlines():
-        if line.startswith("|"):
-            words = [cell.strip() for cell in line.strip("|").split("|")]
-            if words[0]:
-                rows.append(words)
-            else:
-                rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], words, strict=True)]
-    return rows
 
 
 @pytest.mark.parametrize(
@@ -138,14 +96,49 @@ class Host:
     def tell(self, connect=(), **message):
         self.asked = [host for host, port in connect] or getattr(self, "asked", [])
 
-    async def ask(self, kind, seconds, connect=(), **message):
+    async def ask(self, kind, seconds, connect=(), listen=(), **message):
         self.tell(connect, **message)
         if kind == "bound":
-            return [1234, ""]
+            return [None, "Address already in use"] if listen[0] == 7 else [1234, ""]
         return [[i, "198.51.100.1"] for i, host in enumerate(self.asked) if host in self.reaches]
 
     def give_up(self):
         pass
+
+
+@pytest.fixture
+def connect(tmp_path, monkeypatch):
+    """Connect to hosts of which each reaches some, and start their processes; return the runner."""
+
+    def connect(reaches, *words):
+        async def greet(connecting, host):
+            connecting.links[host] = Host(host, reaches[host])
+            return hello(0) | {"addresses": []}
+
+        async def run():
+            runner = Runner(job)
+            await runner.connecting.run(print)
+            runner.start()
+            return runner
+
+        monkeypatch.setattr(Connecting, "greet", greet)
+        (tmp_path / "hostfile").write_text("".join(f"{host} slots=1\n" for host in reaches))
+        words = ["--platform", "cpu", "-H", f"{tmp_path}/hostfile", *words, "--no_python", "true"]
+        job = make_job(options.parse(words), {}, "/")
+        return asyncio.run(run())
+
+    return connect
+
+
+def test_a_secret_that_is_given(connect, monkeypatch):
+    monkeypatch.setenv("JZERO_SECRET", "my own")
+    assert connect({"a": "a"}).connecting.secret == "my own"
+
+
+def test_a_port_that_is_taken(connect):
+    refuses(
+        lambda: connect({"a": "a"}, "--master_port", "7"), "a: port 7 at 127.0.0.1: Address already in use; another"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,27 +152,35 @@ class Host:
         (-1, {"a": "abcd", "b": "bcd", "c": "bcd", "d": "bcd"}, None),
     ],
 )
-def test_a_host_that_others_do_not_reach(tmp_path, monkeypatch, min_nodes, reaches, hosts):
-    async def greet(connecting, host):
-        connecting.links[host] = Host(host, reaches[host])
-        return hello(0) | {"addresses": []}
-
-    monkeypatch.setattr(Connecting, "greet", greet)
-    (tmp_path / "hostfile").write_text("".join(f"{host} slots=1\n" for host in reaches))
-    words = ["--platform", "cpu", "-H", f"{tmp_path}/hostfile", "--min_nodes", f"{min_nodes}", "--no_python", "true"]
-
-    async def connect():
-        runner = Runner(make_job(options.parse(words), {}, "/"))
-        await runner.connecting.run(print)
-        runner.start()
-        return runner
-
+def test_a_host_that_others_do_not_reach(connect, min_nodes, reaches, hosts):
+    words = ["--min_nodes", f"{min_nodes}"]
     if hosts is None:
-        refuses(lambda: asyncio.run(connect()), "nothing was started")
-    else:
-        runner = asyncio.run(connect())
-        attempt, connecting = runner.attempt, runner.connecting
-        assert attempt.job.hosts_here == list(hosts) == list(connecting.links)
-        address, bind = (hosts[0], "198.51.100.1") if len(hosts) > 1 else ("127.0.0.1", "127.0.0.1")
-        assert (connecting.address, connecting.bind) == (address, bind)
-        assert [process.env["WORLD_SIZE"] for process in attempt.left.values()] == [str(len(hosts))] * len(hosts)
+        refuses(lambda: connect(reaches, *words), "nothing was started")
+        return
+    runner = connect(reaches, *words)
+    attempt, connecting = runner.attempt, runner.connecting
+    assert attempt.job.hosts_here == list(hosts) == list(connecting.links)
+    address, bind = (hosts[0], "198.51.100.1") if len(hosts) > 1 else ("127.0.0.1", "127.0.0.1")
+    assert (connecting.address, connecting.bind) == (address, bind)
+    assert [process.env["WORLD_SIZE"] for process in attempt.left.values()] == [str(len(hosts))] * len(hosts)
+
+
+def test_what_an_agent_cannot_do(tmp_path):
+    """It says so: the port is taken; the folder of the logs is a file."""
+
+    async def run():
+        one, said = agent.Agent(0), []
+        one.say = lambda **message: said.append(message)
+        one.show_life = lambda: None
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            await one.listen([taken.getsockname()[1], "127.0.0.1"])
+        (tmp_path / "file").touch()
+        process = {"rank": 3, "env": {}, "argv": ["true"]}
+        await one.start({"job": "j", "cwd": "/", "processes": [process], "logs": f"{tmp_path}/file/logs", "time": ""})
+        os.rmdir(one.folder)
+        return said
+
+    bound, out, end = asyncio.run(run())
+    assert bound == {"bound": [None, "Address already in use"]}
+    assert out == {"out": [3, 2, f"{tmp_path}/file/logs: Not a directory\n"]}
+    assert end == {"exit": [3, 127]}

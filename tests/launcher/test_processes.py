@@ -1,17 +1,24 @@
-"""Programs of several real processes: the numbers of one process, and the same error instead of a hang."""
+"""Programs of several real processes: the numbers of one process, and the same error instead of a hang.
+
+The fault is where the test puts it.
+"""
 
 import json
 import re
+import sys
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from helpers.refusals import refuses
+from helpers.tensor_models import reference
 from jobs import QUICK
-from workers import CPU
+from workers import CPU, TRIED, said
 
-from jzero.distributed import host_collectives
+import jzero
+from jzero.distributed import host_collectives, last_words
 
 pytestmark = pytest.mark.processes
 
@@ -31,29 +38,22 @@ def engine(hidden=8, batch=4, **config):
 
 def rows(n):
     return np.ones((n, 8), "float32"), np.zeros(n, "int32")
-
-def tried(name, f):
-    try:
-        print(f"\\n{name}: {f()}\\n", end="", flush=True)
-    except jzero.ConfigError as error:
-        print(f"\\n{name}: error: {error}\\n", end="", flush=True)
 """
 
 
 @pytest.fixture
 def run(start):
-    """Run a program; return the job and the lines that each rank prints: rank -> {name: text}."""
+    """Run a program in two processes; return the job and what each said."""
 
-    def run(program, size=2, **env):
-        job = start(*CPU, size, "worker.py", program=HEAD + program, env=QUICK | env).ended()
-        found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
-        return job, {r: {name: text for number, name, text in found if number == str(r)} for r in range(size)}
+    def run(program):
+        job = start(*CPU, 2, "worker.py", program=HEAD + TRIED + program, env=QUICK).ended()
+        return job, said(job)
 
     return run
 
 
 def test_processes_that_differ(run):
-    job, said = run("""
+    job, told = run("""
 tried("lr", lambda: engine(optimizer={"type": "Adam", "params": {"lr": 1e-3 * (1 + rank)}}).train_batch(rows(4)))
 tried("mesh", lambda: engine(mesh={"data": 1 + rank, "zero": 2 - rank}).train_batch(rows(4)))
 tried("model", lambda: engine(hidden=8 + rank).train_batch(rows(4)))
@@ -66,7 +66,7 @@ tried("predict", lambda: one.predict(rows(3 + rank)[0]))  # both are padded to 4
 evaluate = jzero.make_eval_step(one.step_fn.model, lambda model, batch: batch[1], one.config)
 tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32", "float32"][rank]))))
 """)
-    assert said[0].keys() == said[1].keys()
+    assert told[0].keys() == told[1].keys()
     for name, words in {
         "lr": "the processes differ in config.optimizer.params.lr: 0.001 on rank 0; 0.002 on rank 1",
         "mesh": "- train step: the processes differ in config.mesh.data: 1 on rank 0; 2 on rank 1",
@@ -75,71 +75,51 @@ tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32",
         "evaluate": 'the processes differ in batch.0/1: "int32[4]" on rank 0; "float32[4]" on rank 1',
     }.items():
         for rank in (0, 1):
-            assert words in said[rank][name]
+            assert words in told[rank][name]
     for rank in (0, 1):
         assert "parameters.fc1/" in job.output
-        assert said[rank]["good"] == "False"
-        assert said[rank]["mine"] == "True"
-        assert "its leading dimension must be 4, or 2 on this process" in said[rank]["size"]
+        assert told[rank]["good"] == "False"
+        assert told[rank]["mine"] == "True"
+        assert "its leading dimension must be 4, or 2 on this process" in told[rank]["size"]
 
 
 @pytest.mark.slow
-def test_data_that_ends(run):
-    _, said = run("""
-one = engine(gradient_accumulation_steps=2)
-data = iter([rows(2)] * (4 if rank == 0 else 3))
+def test_micro_batches_of_two_processes(run):
+    """Each process passes its own rows, or jzero's loader passes the rows of all; the data of one end."""
+    _, told = run("""
+x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
+one = engine(batch=8, gradient_accumulation_steps=2)
+whole = float(one.eval_batch((x, y)))
+mine = [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
+loader = jzero.data.DataLoader((x, y), one.step_fn)
+for name, data in {"own": mine, "alike": [(x[:4], y[:4]), (x[4:], y[4:])], "loader": loader}.items():
+    tried(name, lambda: abs(float(one.eval_batch(iter(data))) / whole - 1) < 1e-6)
+data = iter([rows(4)] * (4 if rank == 0 else 3))
 tried("first", lambda: float(one.train_batch(data)) > 0)
 tried("second", lambda: one.train_batch(data))
 """)
-    for rank in (0, 1):
-        assert said[rank]["first"] == "True"
-        assert "the iterator of process 1 ended after 1 of 2 micro-batches" in said[rank]["second"]
+    for texts in told:
+        assert "the iterator of process 1 ended after 1 of 2 micro-batches" in texts.pop("second")
+        assert texts == dict.fromkeys(["own", "alike", "loader", "first"], "True")
 
 
-@pytest.mark.slow
-def test_evaluation_of_micro_batches(run):
-    """Each process passes its own rows, or jzero's loader passes the rows of all."""
-    _, said = run("""
-x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
-one = engine(batch=8, gradient_accumulation_steps=2)
-step, loader = one.step_fn, None
-whole = float(one.eval_batch((x, y)))
-mine = [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
-tried("own", lambda: abs(float(one.eval_batch(iter(mine))) / whole - 1) < 1e-6)
-tried("alike", lambda: abs(float(one.eval_batch(iter([(x[:4], y[:4]), (x[4:], y[4:])]))) / whole - 1) < 1e-6)
-loader = jzero.data.DataLoader((x, y), step)
-tried("loader", lambda: abs(float(one.eval_batch(iter(loader))) / whole - 1) < 1e-6)
-""")
-    assert said[0] == said[1] == {"own": "True", "alike": "True", "loader": "True"}
-
-
-@pytest.mark.slow
-def test_a_process_that_never_comes(run):
-    program = """
-if rank == 2:
-    while not (os.path.exists("gave up 0") and os.path.exists("gave up 1")):
-        time.sleep(0.1)
-    os.environ["JZERO_TIMEOUT"] = "3"
-tried("joined", jzero.init_distributed)
-open(f"gave up {rank}", "w").close()
-"""
-    _, said = run(program, size=3, JZERO_TIMEOUT="15")
-    for rank in (0, 1):
-        assert said[rank]["joined"].startswith("error: rank 2 of 3 did not come to 127.0.0.1:")
-    assert "timed out after 3 s waiting for process 0" in said[2]["joined"]
-
-
-@pytest.mark.slow
-def test_jax_that_was_used_before(run):
-    _, said = run('jax.devices()\ntried("joined", jzero.init_distributed)\n')
-    for rank in (0, 1):
-        assert "call jzero.init_distributed() at the top of the script" in said[rank]["joined"]
+def test_jax_that_was_used_before(monkeypatch):
+    """The error is the process's last line: the hook for it comes first."""
+    jax.devices()
+    before = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setattr(last_words, "_installed", False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    refuses(jzero.init_distributed, r"call jzero.init_distributed\(\) at the top of the script")
+    assert sys.excepthook is not before
 
 
 PROGRAM = '''
 import json
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from flax import nnx
+from helpers.loaders import Rows, data
 from helpers.steps import settings
 import jzero
 
@@ -249,6 +229,22 @@ def outside(devices):
         engine.step()
         found.append({"loss": loss.item(), **{str(i): float(v) for i, v in enumerate(whole.ravel())}})
     return found
+
+
+def loaded(devices=None):
+    """Losses past the end of an epoch, and the rows that this process has read."""
+    losses, source = [], Rows(50)
+    for training_data in (source, data("function", 50)):
+        config = settings(16, 3, accum=2, optimizer={"type": "Adam", "params": {"lr": 1e-2}})
+        loss = lambda model, batch: ((model(batch["y"])[:, 0] - batch["x"]) ** 2).mean()
+        model = jzero.from_flax(lambda rngs: nnx.Linear(2, 2, rngs=rngs), loss)
+        mesh = jzero.make_mesh(devices=devices)
+        engine, _, loader, _ = jzero.initialize(model=model, config=config, mesh=mesh, training_data=training_data)
+        losses += [float(engine.train_batch()) for _ in range(5)]
+        loader.seek({"epoch": 0, "samples": 32})
+        losses += [float(engine.train_batch()) for _ in range(3)]
+        assert loader.position == {"epoch": 1, "samples": 16}, loader
+    return losses, len(source.read)
 '''
 
 
@@ -258,15 +254,107 @@ def test_two_processes_compute_what_one_does(start, tmp_path):
     exec(PROGRAM, space)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(space["PARAMS"], nnx.state(space["Net"](nnx.Rngs(3))))
-    expected = space["train"](jax.devices()[:2])
-    last = "found = train()\njzero.log_dist(json.dumps(found), ranks=[-1])"
+    expected, (losses, read) = space["train"](jax.devices()[:2]), space["loaded"](jax.devices()[:2])
+    last = "found = train(), loaded()\njzero.log_dist(json.dumps(found), ranks=[-1])"
     job = start(*CPU, 2, "worker.py", program=f"PARAMS = 'params'\n{PROGRAM}\n{last}\n", env=QUICK).ended()
-    lines = re.findall(r"^\[\d\] (\[\{.*)$", job.output, re.M)
+    lines = re.findall(r"^\[\d\] (\[\[\{.*)$", job.output, re.M)
     assert len(lines) == 2
+    assert len(set(losses)) == len(losses)
+    assert read >= 16 * 8
     for line in lines:
-        for mine, plain in zip(json.loads(line), expected, strict=True):
+        trained, (mine, own) = json.loads(line)
+        np.testing.assert_allclose(mine, losses, rtol=1e-6)
+        assert 8 * 8 <= own <= 8 * 8 + 40  # half, and what was read ahead
+        for mine, plain in zip(trained, expected, strict=True):
             assert mine.keys() == plain.keys()
             np.testing.assert_allclose(list(mine.values()), list(plain.values()), rtol=1e-5, atol=1e-7)
+
+
+GROUPS = """
+import json
+import jax, numpy as np
+import jzero
+
+jzero.init_distributed()
+from helpers.tensor_models import batches, initial, make_step
+from jzero.step.batch import rows_of_this_process
+
+step = make_step({model!r}, **{layout!r})
+state, seen = step.init(jax.random.key(0), initial({model!r})), []
+for i, batch in enumerate(batches()):
+    mine = rows_of_this_process(step.batch_sharding, len(batch["inputs"]))
+    state, metrics = step(state, {{name: x[mine] for name, x in batch.items()}} if i else batch)
+    seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+jzero.log_dist(json.dumps([len(mine), seen]), ranks=[-1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "processes", "layout", "rows"),
+    [
+        pytest.param("llama", 4, {"zero": 2, "context": 2, "stage": 3, "accum": 2}, 8, id="context"),
+        pytest.param("llama", 4, {"pipe": 2, "tensor": 2, "accum": 2}, 16, id="pipeline of groups"),
+    ],
+)
+def test_one_device_computes_the_same(start, model, processes, layout, rows):
+    """Devices of several processes act as one: each process passes its rows."""
+    program = GROUPS.format(model=model, layout=layout)
+    job = start(*CPU, processes, "worker.py", program=program, env=QUICK).ended()
+    lines = [json.loads(line) for line in re.findall(r"^\[\d\].*?(\[\d+, \[\[.*)$", job.output, re.M)]
+    assert [mine for mine, _ in lines] == [rows] * processes
+    for _, seen in lines:
+        np.testing.assert_allclose(seen, reference(model)[0], rtol=1e-6)
+
+
+NON_FINITE = """
+import jax, numpy as np
+import jzero
+from helpers.planted_faults import Net, config, rows
+from jzero.loss_scale import NonFiniteError
+
+
+def train(bad):
+    engine.train_batch(bad)
+    try:
+        engine.train_batch(rows(2, 8))
+    except NonFiniteError as error:
+        jzero.log_dist("found " + str(error).replace(chr(10), "; "), ranks=[-1])
+
+
+engine = jzero.initialize(model=Net(), config=config(0, gradient_accumulation_steps=2))[0]
+engine.train_batch(rows(0, 8))
+bad = rows(1, 8)
+bad["x"][6] = np.nan  # of process 1: its rows are 4 to 7, and its second micro-batch is 6 and 7
+train(bad)
+w = engine.state.params["stack"]["w"]
+copies = [shard.data for shard in w.addressable_shards]
+if jax.process_index() == 1:
+    part = np.array(copies[0])
+    part[1] = np.nan
+    copies[0] = jax.device_put(part, copies[0].device)
+engine.state.params["stack"]["w"] = jax.make_array_from_single_device_arrays(w.shape, w.sharding, copies)
+train(rows(0, 8))
+"""
+
+
+@pytest.mark.slow
+def test_both_processes_name_the_row_and_the_process(start, tmp_path):
+    job = start(*CPU, 2, "worker.py", program=NON_FINITE, env=QUICK).ended()
+    found = [re.findall(rf"^\[{rank}\] found (.*)$", job.output, re.M) for rank in (0, 1)]
+    assert found[0] == found[1], job.output
+    row, copy = found[0]
+    for text, words in (
+        (row, "step 2: the loss is nan"),
+        (row, "first in the forward pass: the prefix"),
+        (row, "in micro-batch 1 of 2, on replica 1: row 6 of the global batch"),
+        (copy, "step 2: the loss is nan"),
+        (copy, "parameter stack/w, layer 1, is not finite on device 1 (process 1); the same part is"),
+        (copy, "finite on device 0 (process 0)"),
+        (copy, "first in the forward pass: layer 1 of 4"),
+    ):
+        assert words in text
+    assert (tmp_path / "saved" / "step2" / "README.md").exists()
 
 
 def test_an_error_of_any_type_is_shared(monkeypatch):

@@ -1,15 +1,23 @@
 """Which failures are restarted: not a ConfigError, and not the same failure at the same step twice."""
 
+import asyncio
+import os
+import signal
+import time
 from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from helpers.sampling import keep
 from workers import CPU
 
-from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE
+from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE, read_outages
+from jzero.errors import ConfigError
+from jzero.launcher import restarts
+from jzero.launcher.attempt import Attempt
 from jzero.launcher.failure import Failure, Progress
-from jzero.launcher.restarts import outage_of, symptom_of, why_not
+from jzero.launcher.job import make_job
+from jzero.launcher.options import parse
+from jzero.launcher.restarts import symptom_of, why_not
 
 
 def attempt(code, *lines, steps=-1, age=1.0, culprit=0):
@@ -46,43 +54,96 @@ def test_the_same_failure_twice(first, second, stops):
     assert bool(why_not(symptom_of(second, second.failure), symptom_of(first, first.failure))) == stops
 
 
-def test_the_outage_that_the_ledger_records():
-    """A rank that ended itself has said why in its last line; one that was killed has not."""
-    failed = attempt(1, "jzero: after step 7: ValueError: bad", " ")
-    exited = failed.failure._replace(what="rank 0 exited with code 1 first, after 9 s; its last lines:\n    more")
-    words = "rank 0 exited with code 1 first, after 9 s: jzero: after step 7: ValueError: bad"
-    assert outage_of(failed, exited, "a 0") == ("a 0", 10.0, 12.5, 1, words)
-    what = "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s; its last lines: none"
-    killed = failed.failure._replace(code=137, what=what)
-    assert outage_of(failed, killed, "a 0").reason == "rank 0 was killed by signal 9 (SIGKILL) first, after 9 s"
+class Attempts:
+    """Runs a job whose attempts end as told, without processes; `printed` is what the command says.
+
+    An end is (exit code, the last line of rank 0), a ConfigError, or either after a signal: {"signal": end}.
+    """
+
+    def __init__(self, monkeypatch, capsys):
+        self.capsys, self.shared = capsys, []
+        monkeypatch.setattr(restarts, "PAUSE", 0.3)
+        monkeypatch.setattr(restarts, "Runner", self.runner)
+
+    def run(self, max_restarts, *ends):
+        self.ends, options = iter(ends), parse(["--max_restarts", str(max_restarts), *CPU, "1", "--no_python", "true"])
+        signals = SimpleNamespace(to=lambda handler: setattr(self, "signal", handler))
+        self.began = time.monotonic()
+        code = asyncio.run(restarts.run_attempts(make_job(options, os.environ, "/"), signals))
+        assert not [*self.ends]
+        self.printed = self.capsys.readouterr().err
+        return code
+
+    def runner(self, job):
+        self.shared.append(job.shared)
+        made = Attempt(job, None, lambda **message: None, None)
+        made.say = lambda text: None
+
+        async def run():
+            if late := isinstance(end := next(self.ends), dict):
+                end = end["signal"]
+            if late:
+                asyncio.get_running_loop().call_later(0.05, self.signal, signal.SIGTERM)
+            if isinstance(end, ConfigError):
+                raise end
+            await asyncio.sleep(0.1 * late)
+            code, line = end
+            made.started(job)
+            made.lines[0].append(line)
+            if code:
+                made.fail(code, f"rank 0 exited with code {code} first; its last lines: {line}", rank=0)
+            return code
+
+        return SimpleNamespace(attempt=made, run=run)
 
 
-WORKER = """
-import os, sys, jzero
-from jzero.distributed import last_words
-open("attempts", "a").write("x")
-jzero.init_distributed()
-what = sys.argv[-2]
-if what == "config":
-    jzero.Config.load({"train_batch_size": -1})
-if what == "step":
-    last_words.record_step(41)
-    raise ValueError("bad luck")
-raise jzero.errors.LostProcessError("process 1 was lost")
-"""
+@pytest.fixture
+def attempts(monkeypatch, capsys):
+    return Attempts(monkeypatch, capsys)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("what", "code", "attempts"), keep([("config", 78, 1), ("step", 1, 2), ("lost", 69, 4)], [("step", 1, 2)])
-)
-def test_restarts_that_would_not_help(start, tmp_path, what, code, attempts):
-    job = start(*CPU, 1, "--max_restarts", 3, "worker.py", what, program=WORKER).ended(code)
-    assert (tmp_path / "attempts").read_text() == "x" * attempts
-    evidence = {
-        "config": "no restart after attempt 1 of 4: exit code 78: the config, the model or a call is wrong",
-        "step": "no restart after attempt 2 of 4: it failed like the attempt before, at the same step: exit code 1; "
-        "last line: jzero: after step 41: ValueError: bad luck",
-        "lost": "restart 3 of 3",
-    }
-    assert evidence[what] in job.errors
+AWAY = ConfigError("nothing was started: no route to host")
+
+
+def test_a_restart(attempts):
+    """Each attempt has a name of its own, and the outages before it."""
+    assert attempts.run(2, (3, "a"), (137, "b"), (0, "")) == 0
+    assert attempts.printed == "jzero: restart 1 of 2\njzero: restart 2 of 2\n"
+    names = [shared["JZERO_ATTEMPT"].split() for shared in attempts.shared]
+    assert len({command for command, _ in names}) == 1
+    assert [number for _, number in names] == ["0", "1", "2"]
+    assert read_outages(attempts.shared[0]) == []
+    exited, killed = read_outages(attempts.shared[2])  # one that was killed has not said why in its last line
+    assert exited[0] == attempts.shared[0]["JZERO_ATTEMPT"]
+    assert exited[3:] == (3, "rank 0 exited with code 3 first: a")
+    assert killed[3:] == (137, "rank 0 exited with code 137 first")
+    assert exited.died <= exited.noticed <= killed.died
+    assert attempts.run(0, (3, "a")) == 3
+    assert attempts.printed == ""
+
+
+def test_a_restart_for_which_a_host_is_away(attempts):
+    """It counts as a restart, the next one waits for the host, and the exit code is the script's."""
+    assert attempts.run(2, (3, ""), AWAY, (0, "")) == 0
+    assert time.monotonic() - attempts.began > 0.3
+    assert attempts.printed.count("no route to host") == 1
+    assert "no route to host" in attempts.shared[2]["JZERO_OUTAGES"]
+    assert attempts.run(1, (3, ""), AWAY) == 3
+    with pytest.raises(ConfigError, match="no route to host"):  # the first attempt is no restart
+        attempts.run(1, AWAY)
+
+
+def test_a_signal_ends_the_restarts(attempts):
+    assert attempts.run(2, (3, ""), {"signal": AWAY}) == 128 + signal.SIGTERM
+    assert attempts.run(2, {"signal": (3, "")}) == 3
+
+
+def test_restarts_that_would_not_help(attempts):
+    assert attempts.run(3, (CONFIG, "")) == CONFIG
+    why = "exit code 78: the config, the model or a call is wrong, and another start would not change it"
+    assert attempts.printed == f"jzero: no restart after attempt 1 of 4: {why}\n"
+    assert attempts.run(3, (1, ERROR), (1, ERROR)) == 1
+    why = f"it failed like the attempt before, at the same step: exit code 1; last line: {ERROR}"
+    assert attempts.printed == f"jzero: restart 1 of 3\njzero: no restart after attempt 2 of 4: {why}\n"
+    assert attempts.run(3, *[(UNAVAILABLE, "process 1 was lost")] * 4) == UNAVAILABLE
+    assert "restart 3 of 3" in attempts.printed

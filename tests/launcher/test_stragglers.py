@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers.engines import build, printed, rows
 from jobs import QUICK
@@ -15,7 +16,6 @@ from jzero.run.diagnosis.stragglers import Report, late, slow
 @pytest.mark.parametrize(
     ("own", "names"),
     [
-        ([1.0, 1.0, 1.0], []),
         ([1.0, 5.9, 1.0], []),  # 4.9 ms of about 100
         ([1.0, 7.0, 1.0], [1]),
         ([30.0, 1.0, 30.0, 1.0, 1.0], [0, 2]),
@@ -26,8 +26,7 @@ from jzero.run.diagnosis.stragglers import Report, late, slow
 )
 def test_a_late_process_has_a_line(own, names):
     reports = [Report(f"host{i}", {"data": ms, "device": 100.0 - ms}, {}) for i, ms in enumerate(own)]
-    found = late(reports)
-    assert [int(re.search(r"process (\d+) on host\1:", text)[1]) for text in found] == names
+    assert [int(re.search(r"process (\d+) on host\1:", text)[1]) for text in late(reports)] == names
 
 
 def test_who_is_not_late():
@@ -61,7 +60,9 @@ def test_a_run_that_goes_back_measures_again(monkeypatch):
 
 def test_the_program_that_is_timed_keeps_its_values_finite(monkeypatch):
     monkeypatch.setattr(stragglers, "SIZE", 64)
-    assert 0 < stragglers._time(stragglers._chain, stragglers.jax.devices()[1]) < 600
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype("float32")
+    assert np.isfinite(stragglers._chain(x)).all()
+    assert stragglers._time(stragglers._chain, stragglers.jax.devices()[1]) > 0
 
 
 PROGRAM = """

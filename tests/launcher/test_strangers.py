@@ -1,18 +1,14 @@
-"""Strangers at a job's port neither delay it, nor grow its memory, nor count as its processes."""
+"""A job's processes meet; strangers at its port neither delay it, nor grow its memory, nor count as its processes."""
 
 import asyncio
 import contextlib
-import json
 import resource
 import socket
+import struct
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from jobs import PATIENCE, wait_for
-from planning import A, B
-from workers import CPU
 
 from jzero import ConfigError
 from jzero.distributed import connections
@@ -30,9 +26,9 @@ def port():
 class Process(threading.Thread):
     """A process of the job that comes to the port; `error` is its end, "" a good one, after `seconds`."""
 
-    def __init__(self, port, rank, size, secret="", timeout=60):
+    def __init__(self, port, rank, size, secret="", timeout=60, job="job"):
         super().__init__(daemon=True)
-        self.arguments = f"127.0.0.1:{port}", rank, size, timeout, "job", "127.0.0.1", secret
+        self.arguments = f"127.0.0.1:{port}", rank, size, timeout, job, "127.0.0.1", secret
         self.start()
 
     def run(self):
@@ -70,9 +66,45 @@ def claim(port, words, secret=""):
         return connections.read_line(connection, time.monotonic() + 20)
 
 
-@pytest.mark.parametrize("secret", ["", "known to the job"])
-def test_strangers_do_no_harm(port, secret, caplog):
+@pytest.mark.parametrize("size", [1, 9])
+def test_all_come(port, size):
+    """And leave the port free."""
+    processes = [Process(port, rank, size, timeout=10, job="with spaces in it") for rank in reversed(range(size))]
+    assert [process.ended() for process in processes] == [""] * size
+    socket.create_server(("", port)).close()
+
+
+def test_everyone_hears_who_is_missing(port):
+    """A process of another job is turned away at once, and does not count."""
+    other = Process(port, 1, 5, job="other")
+    processes = [Process(port, rank, 5, timeout=3) for rank in (0, 2, 4)]
+    (said,) = {process.ended() for process in processes}
+    assert said.startswith(f"rank 1, 3 of 5 did not come to 127.0.0.1:{port} within 3 s: see its output")
+    assert max(process.seconds for process in processes) < 15
+    assert f"process 0 at 127.0.0.1:{port} belongs to another job" in other.ended()
+    assert other.seconds < 30
+
+
+def test_nobody_listens(port):
+    process = Process(port, 1, 2, timeout=0.3)
+    what = f"timed out after 0.3 s waiting for process 0 at 127.0.0.1:{port}: Connection refused"
+    assert process.ended().startswith(f"process 1 of 2 {what}")
+    assert "check MASTER_ADDR and MASTER_PORT" in process.error
+    assert 0.3 <= process.seconds < 20
+
+
+def test_port_is_busy(port):
+    with socket.create_server(("127.0.0.1", port)):
+        process = Process(port, 0, 2, timeout=10)
+        said = process.ended()
+    assert said.startswith(f"process 0 cannot listen on port {port} at 127.0.0.1: Address already in use")
+    assert "pass another --master_port" in said
+    assert process.seconds < 5
+
+
+def test_strangers_do_no_harm(port, caplog):
     """Silence, one byte after another, and 300 MB without a newline, while the job's processes come."""
+    secret = "known to the job"
     before, over = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, threading.Event()
     first = Process(port, 0, 3, secret)
     silent = [call(port, b"" if i % 2 else b"jzero ") for i in range(300)]
@@ -106,8 +138,11 @@ def test_strangers_do_no_harm(port, secret, caplog):
 def test_wrong_ranks_are_refused(port):
     """Without a secret too; the honest ones still meet."""
     first = Process(port, 0, 3)
-    with call(port) as gone:  # it has come, but does not stay
-        authenticate(gone, "job 1 3", "")
+    for reset in (0, 1):  # it has come, but does not stay; or its connection is reset
+        with call(port) as gone:
+            authenticate(gone, "job 1 3", "")
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
+            time.sleep(0.3)
     answers = [claim(port, f"job {words}") for words in ("3 3", "0 3", "-1 3", "99999 3", "1 4", "x 3")]
     assert answers[:2] == ["no: waits for ranks 1 to 2: correct RANK"] * 2
     assert answers[3] == answers[0]
@@ -190,16 +225,25 @@ def test_a_stranger_that_listens(answer):
         assert agent.reach("127.0.0.1", port, "secret") is None
 
 
-def test_an_agent_that_is_reached():
-    async def called():
+def served(work):
+    """Run `work(port)` while the port is served for a job with a secret."""
+
+    async def run():
         serving = await connections.serve(server, "secret")
-        found = [await asyncio.to_thread(agent.reach, "127.0.0.1", port, secret) for secret in ("secret", "other")]
+        found = await work(port)
         serving.close()
         return found
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert asyncio.run(called()) == ["127.0.0.1", None]
+        return asyncio.run(run())
+
+
+def test_an_agent_that_is_reached(port):
+    async def called(port):
+        return [await asyncio.to_thread(agent.reach, "127.0.0.1", port, secret) for secret in ("secret", "other")]
+
+    assert served(called) == ["127.0.0.1", None]
     assert agent.reach("127.0.0.1", port, "secret") is None
 
 
@@ -207,8 +251,7 @@ def test_silent_callers_are_bounded(monkeypatch):
     """All that come at once, too: the oldest give way, one for each that comes."""
     monkeypatch.setattr(connections, "MOST", 4)
 
-    async def called():
-        serving = await connections.serve(server, "secret")
+    async def called(port):
         callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]  # the loop sees all at once
         await asyncio.sleep(0.5)
         gone = 0
@@ -216,33 +259,6 @@ def test_silent_callers_are_bounded(monkeypatch):
             caller.setblocking(False)
             with caller, contextlib.suppress(BlockingIOError):
                 gone += caller.recv(1) == b""
-        serving.close()
         return len(callers) - gone
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert asyncio.run(called()) <= 4
-
-
-def test_plans_do_not_contain_the_secret(here):
-    here.setenv("JZERO_SECRET", "5f5f5f")
-    path = here.hosts(f"{A} slots=2", f"{B} slots=2")
-    for words in ([], ["--launcher", "slurm"], ["--launcher", "openmpi"]):
-        assert "5f5f5f" not in json.dumps(here.dry("-H", path, *words, "train.py"))
-    assert "export JZERO_SECRET" in here.refused("-H", path, "--export", "JZERO_SECRET=5f5f5f", "train.py")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("given", ["", "my own secret"])
-def test_processes_get_the_secret_in_their_environment_alone(start, given):
-    program = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
-    job = start(*CPU, 2, "worker.py", program=program, env={"JZERO_SECRET": given} if given else {})
-    job.until(("ready", 2))
-    wait_for(lambda: len(job.processes("--local_rank")) == 2 or job.agents(), PATIENCE, lambda: job.errors)
-    found = set()
-    for rank in (0, 1):
-        variables = Path(f"/proc/{job.rank(rank)}/environ").read_bytes().decode().split("\0")
-        found |= {value for name, _, value in (v.partition("=") for v in variables) if name == "JZERO_SECRET"}
-    (secret,) = found
-    assert secret == given or (not given and len(secret) == 64)
-    assert secret not in "".join(job.processes().values()) + job.output + job.errors
+    assert served(called) <= 4
