@@ -160,23 +160,11 @@ def test_a_long_error_keeps_its_end():
     assert re.fullmatch(r"Error writing.{9,450}No space left on device", line)
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [("file/below", "Not a directory"), ("read-only", "Read-only file system"), ("/proc/none", "cannot be written")],
-)
+@pytest.mark.parametrize(("place", "words"), [("file/below", "Not a directory"), ("/proc/none", "cannot be written")])
 def test_a_place_that_cannot_be_written(tmp_path, place, words):
     (tmp_path / "file").write_text("")
-    if place == "read-only":
-        (tmp_path / place).mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path / place]
-        if os.geteuid() or subprocess.run(mount, check=False).returncode:
-            pytest.skip("mounting needs root")
-    try:
-        with pytest.raises(jzero.CheckpointError, match=words):
-            save(state(), tmp_path / place, "a")
-    finally:
-        if place == "read-only":
-            subprocess.run(["umount", "-l", tmp_path / place], check=True)
+    with pytest.raises(jzero.CheckpointError, match=words):
+        save(state(), tmp_path / place, "a")
 
 
 @pytest.mark.parametrize(("file", "logged"), [("/site-packages/orbax/checkpoint/_src/write.py", 0), ("/mine.py", 1)])
