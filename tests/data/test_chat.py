@@ -11,7 +11,6 @@ from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jzero
 from jzero.data import Chat, DataLoader
 
 CHATS = [
@@ -52,26 +51,12 @@ def pieces(chat):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("source", [TEMPLATES, MARKED], ids=["prefixes", "blocks"])
-def test_the_assistants_tokens_are_those_of_transformers(name, source):
-    chat = Chat(CHATS, make_tokenizer(source[name]), length=400)
-    assert sorted(pieces(chat)) == sorted(row(*expected(name, messages)) for messages in CHATS)
-    assert len(chat) < len(CHATS)  # packed
-
-
-@settings(max_examples=60)
-@given(contents=st.lists(st.text(st.sampled_from("ah e\nllé<|"), max_size=8), min_size=2, max_size=6))
-def test_any_content(contents):
-    messages = turns(*contents[: len(contents) // 2 * 2])
-    for name in ("chatml", "llama3", "mistral"):
-        chat = Chat([messages], make_tokenizer(TEMPLATES[name]), length=300)
-        assert pieces(chat) == [row(*expected(name, messages))]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("source", [TEMPLATES, MARKED], ids=["prefixes", "blocks"])
-def test_masks(name, source):
+def test_the_trained_tokens_are_those_of_transformers(name, source):
     """ "all" trains every token, "last" the last answer."""
     tokenizer = make_tokenizer(source[name])
+    chat = Chat(CHATS, tokenizer, length=400)
+    assert sorted(pieces(chat)) == sorted(row(*expected(name, messages)) for messages in CHATS)
+    assert len(chat) < len(CHATS)  # packed
     for messages in CHATS:
         tokens, trained = expected(name, messages)
         ((_, labels),) = pieces(Chat([messages], tokenizer, length=200, mask="all"))
@@ -83,26 +68,22 @@ def test_masks(name, source):
         assert labels == row(tokens, last)[1]
 
 
+@settings(max_examples=20)
+@given(contents=st.lists(st.text(st.sampled_from("ah e\nllé<|"), max_size=8), min_size=2, max_size=6))
+def test_any_content(contents):
+    messages = turns(*contents[: len(contents) // 2 * 2])
+    for name in ("chatml", "llama3", "mistral"):
+        chat = Chat([messages], make_tokenizer(TEMPLATES[name]), length=300)
+        assert pieces(chat) == [row(*expected(name, messages))]
+
+
 def test_a_jsonl_file_is_a_dataset(tmp_path):
-    samples = [turns("hello", "hi"), turns("x", "yo")]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": x}) + "\n" for x in samples))
-    tokenizer = make_tokenizer(TEMPLATES["chatml"])
-    rows = [Chat(x, tokenizer, length=200).rows(np.array([0])) for x in (str(tmp_path / "chats.jsonl"), samples)]
+    file, tokenizer = tmp_path / "chats.jsonl", make_tokenizer(TEMPLATES["chatml"])
+    file.write_text("".join(json.dumps({"messages": x}) + "\n" for x in CHATS[:2]))
+    rows = [Chat(x, tokenizer, length=200).rows(np.array([0])) for x in (str(file), CHATS[:2])]
     jax.tree.map(np.testing.assert_array_equal, *rows)
-
-
-def test_an_error_has_the_line_of_the_file(tmp_path):
-    (tmp_path / "chats.jsonl").write_text(
-        f"{json.dumps(CHATS[0])}\n\n{json.dumps([{'role': 'user', 'content': None}])}"
-    )
-    tokenizer = make_tokenizer(TEMPLATES["chatml"])
-    refuses(lambda: Chat(tmp_path / "chats.jsonl", tokenizer, length=99), r"chats\.jsonl line 3: .*message 1 .* null")
-
-
-def test_the_end_token_is_trained_and_what_follows_is_not():
-    tokenizer = make_tokenizer(TEMPLATES["chatml"])
-    ((_, labels),) = pieces(Chat([turns("hello", "hi", "x", "yo")], tokenizer, length=200))
-    assert tokenizer.decode([t for t in labels if t >= 0]) == "hi<|im_end|>yo<|im_end|>"
+    file.write_text(f"{json.dumps(CHATS[0])}\n\n{json.dumps([{'role': 'user', 'content': None}])}")
+    refuses(lambda: Chat(file, tokenizer, length=99), r"chats\.jsonl line 3: .*message 1 .* null")
 
 
 def test_tools_and_system_messages_reach_the_template():
@@ -119,17 +100,13 @@ def test_tools_and_system_messages_reach_the_template():
     tokenizer = make_tokenizer(TEMPLATES["qwen2.5"])
     wanted = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
     assert '"name": "add"' in wanted
-    plain = {"chat": messages, "tools": [TOOL]}
-    others = {"chat": turns("x", "y"), "tools": None}
-    for dataset in ([plain, others], datasets.Dataset.from_list([plain, others])):
-        for tools in ("list", "json"):
-            if tools == "json":
-                dataset = [{**x, "tools": x["tools"] and json.dumps(x["tools"])} for x in dataset]
-            chat = Chat(dataset, tokenizer, length=600, column="chat", pack=False)
-            (inputs, labels), _ = pieces(chat)
-            assert tokenizer.decode(inputs).startswith(wanted)
-            trained = tokenizer.decode([t for t in labels if t >= 0])
-            assert trained == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>two<|im_end|>'
+    samples = [{"chat": messages, "tools": [TOOL]}, {"chat": turns("x", "y"), "tools": None}]
+    texts = [{**x, "tools": x["tools"] and json.dumps(x["tools"])} for x in samples]
+    for dataset in (samples, texts, datasets.Dataset.from_list(samples)):
+        (inputs, labels), _ = pieces(Chat(dataset, tokenizer, length=600, column="chat", pack=False))
+        assert tokenizer.decode(inputs).startswith(wanted)
+        trained = tokenizer.decode([t for t in labels if t >= 0])
+        assert trained == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>two<|im_end|>'
 
 
 def test_a_row_for_each_conversation():
@@ -175,10 +152,10 @@ def test_a_template_that_rewrites_earlier_turns():
     messages = turns("one", "two", "three", "four")
     ((_, labels),) = pieces(Chat([messages], tokenizer, length=200, mask="last"))
     assert tokenizer.decode([t for t in labels if t >= 0]) == "<think>\n\n</think>\n\nfour<|im_end|>"
-    with pytest.raises(jzero.ConfigError) as error:
-        Chat([turns("x", "y"), messages], tokenizer, length=200)
-    text = str(error.value)
-    assert text.startswith("dataset[1]: the chat template writes the first 2 messages differently when others follow")
+    text = refuses(
+        lambda: Chat([turns("x", "y"), messages], tokenizer, length=200),
+        r"^dataset\[1\]: the chat template writes the first 2 messages differently when others follow",
+    )
     assert r"'<think>\n\n</think>\n\ntwo<|im_end|>\n' became 'two<|im_end|>\n" in text
     assert 'use mask="last" or "all"' in text
 
@@ -187,15 +164,10 @@ def test_a_template_that_rewrites_earlier_turns():
     ("dataset", "options", "words"),
     [
         ([], {}, "no conversation to train on: the dataset is empty$"),
-        (
-            [turns("only a question")],
-            {},
-            "no conversation to train on: 1 of 1 have no token .* the roles are user: must",
-        ),
+        ([turns("only a question")], {}, "to train on: 1 of 1 have no token .* the roles are user: must"),
         ({"train": CHATS}, {}, r"dataset is a mapping with train: pass one split"),
         ("chats.jsonl", {}, "'chats.jsonl' is no file: give the path of a JSONL file"),
         ([{"conversations": CHATS[0]}], {}, r"dataset\[0\]: no column 'messages': the sample has conversations; dat"),
-        (["hello"], {}, r"no column 'messages': the sample is str$"),
         ([{"text": "hello"}], {}, r"no column 'messages': the sample has text$"),
         ([{"messages": "hello"}], {}, r"messages is 'hello': must be a list of \{\"role\""),
         ([[{"from": "human"}]], {}, r"messages contains \{'from': 'human'\}: must be"),
@@ -214,9 +186,8 @@ def test_what_does_not_fit(dataset, options, words):
 @pytest.mark.parametrize(("too_long", "rest"), [("drop", ""), ("cut", ", 2 of 2 have no token to train on in a row")])
 def test_a_length_that_is_too_short_for_all(too_long, rest):
     longest = max(len(expected("chatml", messages)[0]) for messages in CHATS[:2])
-    with pytest.raises(jzero.ConfigError) as error:
-        Chat(CHATS[:2], make_tokenizer(TEMPLATES["chatml"]), length=8, too_long=too_long)
-    assert str(error.value) == (
+    text = refuses(lambda: Chat(CHATS[:2], make_tokenizer(TEMPLATES["chatml"]), length=8, too_long=too_long), "raise")
+    assert text == (
         f"no conversation to train on: 2 of 2 are longer than 8 tokens{rest}; "
         f"raise length (now 8; the longest has {longest} tokens)"
     )
@@ -230,10 +201,8 @@ ALPACA = {"instruction": "say", "input": "hello", "output": "hi"}
     ("sample", "asked"),
     [
         ({"conversations": SHAREGPT}, "hello"),
-        ({"messages": SHAREGPT}, "hello"),
         (ALPACA, "say\n\nhello"),
         ({**ALPACA, "input": ""}, "say"),
-        ({"instruction": "say", "output": "hi"}, "say"),
         ({"question": "say", "answer": "hi"}, "say"),
         ({"chat": turns("hello", "hi")}, "hello"),
     ],
@@ -241,20 +210,19 @@ ALPACA = {"instruction": "say", "input": "hello", "output": "hi"}
 def test_an_error_has_the_call_that_makes_messages(sample, asked):
     datasets, tokenizer = pytest.importorskip("datasets"), make_tokenizer(TEMPLATES["chatml"])
     dataset = datasets.Dataset.from_list([sample])
-    with pytest.raises(jzero.ConfigError) as error:
-        Chat(dataset, tokenizer, length=99)
-    mapped = eval(str(error.value).rpartition("; ")[2])
+    text = refuses(lambda: Chat(dataset, tokenizer, length=99), "; ")
+    mapped = eval(text.rpartition("; ")[2])
     assert pieces(Chat(mapped, tokenizer, length=99)) == pieces(Chat([turns(asked, "hi")], tokenizer, length=99))
 
 
-@pytest.mark.parametrize("source", [TEMPLATES, MARKED], ids=["prefixes", "blocks"])
-def test_without_jinja2(monkeypatch, source):
+def test_without_jinja2(monkeypatch):
     """The error is that of `transformers`, and no refused message."""
     pytest.importorskip("transformers")
     monkeypatch.setattr("transformers.utils.chat_template_utils.is_jinja_available", lambda: False)
-    template = source["chatml"] + "{# not in the cache of transformers #}"
-    with pytest.raises(ImportError, match="pip install jinja2"):
-        Chat(CHATS, make_tokenizer(template), length=99)
+    for source in (TEMPLATES, MARKED):
+        tokenizer = make_tokenizer(source["chatml"] + "{# not in the cache of transformers #}")
+        with pytest.raises(ImportError, match="pip install jinja2"):
+            Chat(CHATS, tokenizer, length=99)
 
 
 def test_tokenizers_that_do_not_fit():

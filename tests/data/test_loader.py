@@ -21,17 +21,16 @@ from jzero.mesh import batch_spec
 from jzero.step.batch import rows_of_this_process
 
 
-@pytest.mark.parametrize("kind", ["arrays", "function"])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("kind", "drop_last"), [("arrays", False), ("arrays", True), ("function", False)])
 def test_the_order_is_not_the_layouts(kind, drop_last):
-    """Every division of a global batch of 24 gives the same stream, over three epochs of 100 samples."""
+    """Every division of a global batch of 24 gives the same stream, over two epochs of 100 samples."""
     per_epoch = 96 if drop_last else 120
-    cuts = [(24, 1, 1), (2, 4, 3), (1, 8, 3), (3, 2, 4), (1, 1, 24), (12, 2, 1)]
+    cuts = [(24, 1, 1), (2, 4, 3), (3, 2, 4)]
     streams = [
-        take(DataLoader(data(kind, 100), Sizes(*cut), seed=5, drop_last=drop_last), 3 * per_epoch) for cut in cuts
+        take(DataLoader(data(kind, 100), Sizes(*cut), seed=5, drop_last=drop_last), 2 * per_epoch) for cut in cuts
     ]
     assert all(stream == streams[0] for stream in streams)
-    epochs = np.reshape(streams[0], (3, per_epoch))
+    epochs = np.reshape(streams[0], (2, per_epoch))
     for epoch in epochs:
         assert len(set(epoch[:100].tolist())) == min(per_epoch, 100)
         assert epoch[100:].tolist() == epoch[: max(0, per_epoch - 100)].tolist()
@@ -71,7 +70,7 @@ def test_a_shuffle_of_10_to_the_9_is_quick():
     assert 0 <= chosen.min() < chosen.max() < 10**9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     length=st.integers(1, 60), micro=st.integers(1, 5), accum=st.integers(1, 4),
     other=st.tuples(st.integers(1, 5), st.integers(1, 4)), taken=st.integers(0, 40),
@@ -107,21 +106,6 @@ def test_seek_goes_on_exactly(length, micro, accum, other, taken, drop_last, siz
         return
     batches = itertools.islice(stream(micro, accum, at), -(-len(left) // micro))
     assert [row for batch, _ in batches for row in batch][: len(left)] == left
-
-
-@settings(max_examples=80, deadline=None)
-@given(length=st.integers(1, 200), train=st.integers(1, 30), drop_last=st.booleans())
-def test_each_sample_once_an_epoch(length, train, drop_last):
-    end = Position().end(length, train, drop_last)
-    if end == 0:
-        return
-    spec = StreamSpec(as_source(np.arange(length)), 1, drop_last, 1, train, np.arange(1), lambda rows: rows[0])
-    epoch, ends = zip(*itertools.islice(micro_batches(spec, Position()), end), strict=True)
-    assert [at.epoch for at in ends] == [0] * (end - 1) + [1]
-    assert end % train == 0
-    once = epoch[:length]
-    assert len(set(once)) == len(once) == min(length, end)
-    assert epoch[length:] == (once * train)[: end - len(once)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,24 +169,16 @@ def test_the_global_batch_changes_under_way(kind):
     assert len(loader) == 12 if kind == "arrays" else True
     assert given + numbers(batches) == [*range(23), *range(3)]  # 10 + 2 x 8
     assert numbers(loader) == [*range(23), 0]
-    sizes.accumulate(1)
-    assert numbers(loader) == [*range(23), 0]
-
-
-@pytest.mark.parametrize("kind", ["arrays", "iterable"])
-def test_an_epoch_that_a_larger_batch_ends_at_once(kind):
-    """The rest does not fill a batch of the new size, so the next epoch starts."""
-    sizes = Sizes(2, 1, 2)
+    sizes.accumulate(2)
     loader = DataLoader(data(kind, 23), sizes, shuffle=False, drop_last=True)
     given = numbers(itertools.islice(loader, 8))
     sizes.accumulate(5)
-    loader.seek(loader.position)
+    loader.seek(loader.position)  # the rest does not fill a batch of the new size, so the next epoch starts
     assert given + numbers(loader) == [*range(16), *range(20)]
     assert loader.position == {"epoch": 2, "samples": 0}
-    assert numbers(loader) == [*range(20)]
 
 
-@pytest.mark.parametrize(("pipe", "local"), [(1, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("pipe", "local"), [(1, 2), (2, 4)])
 def test_a_process_reads_its_own_rows_alone(pipe, local):
     """Simulates processes of `local` devices each on a mesh of 8; together their rows are the batch."""
     mesh = jzero.make_mesh(pipe=pipe, data=2)
