@@ -104,22 +104,6 @@ def test_any_number_is_what_a_loop_finds(case, exhaustion):
             assert again.tolist() == [[k, i + whole[k]] for k, i in wanted]
 
 
-@settings(max_examples=20)
-@given(
-    weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=6), start=st.integers(0, 10**12), seed=st.integers(0, 9)
-)
-def test_every_stretch_has_the_weights(weights, start, seed):
-    """Between any two numbers, also beyond 10^12, the counts are the weights' up to a few samples."""
-    found = Interleaving([10**9] * len(weights), {0: weights}, "repeat", seed)
-    shares = np.array(weights) / sum(weights)
-    for size in (1, 10, 1000, 70_000):
-        counts = found.taken(start + size) - found.taken(start)
-        assert counts.sum() == size
-        # In a block the counts at a point differ from quotas * point by less than 1, and twice for two ends.
-        rounding = size / interleave.BLOCK
-        assert (np.abs(counts - shares * size) < 2 * (1 + len(weights) * shares) + rounding).all()
-
-
 def mixture(exhaustion="repeat", times=1, **more):
     sources = {"web": (Rows(70 * times), 0.7), "code": (Rows(30 * times), 0.2), "books": (Rows(11 * times), 0.1)}
     stages = {40: {"code": 1, "books": 1}, 60: {"web": 3, "code": 1}}

@@ -189,9 +189,6 @@ def test_invalid_files(tmp_path):
     np.save(file, np.arange(0))
     for build in (TokenFile, Packed):
         refuses(lambda build=build: build(file, 4), r"t\.npy: .*empty")
-
-
-def test_the_note_of_a_file(tmp_path):
     wide = SimpleNamespace(vocab_size=9, end=8, encode=lambda text: np.array([2**16 + 3]))
     refuses(lambda: write_tokens(["text"], tmp_path / "w.npy", wide), "token 65539 is outside a vocabulary of 9")
     file, note = tmp_path / "b.npy", tmp_path / "b.npy.json"
