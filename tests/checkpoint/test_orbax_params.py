@@ -8,6 +8,7 @@ import pytest
 from flax import linen, nnx
 from helpers.refusals import refuses
 from helpers.sampling import keep
+from helpers.stack_models import SmallGPT, loss_fn
 from helpers.steps import mesh, settings
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -50,18 +51,6 @@ class Dense(linen.Module):
     def __call__(self, x, train=False):
         init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
         return linen.BatchNorm(use_running_average=not train)(linen.Dense(8, kernel_init=init)(x))
-
-
-class Listed(nnx.Module):
-    """Layers that `stack=` makes a stack of."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def mean_square(module, batch):
@@ -168,16 +157,14 @@ def test_no_leaf_is_ever_whole_on_a_device(steps, tmp_path, monkeypatch):
     assert max(map(np.prod, largest)) <= 2 * 8 * 8 / 8
 
 
-@pytest.mark.parametrize(("pipe", "outside"), keep([(1, True), (2, False)], [(2, False)]))
-def test_layers_that_became_a_stack(pipe, outside, tmp_path):
-    tree = nnx.state(Listed(nnx.Rngs(5)))
-    path = standard(tmp_path / "saved", tree)
-    loss = {"criterion": lambda outputs, labels: jnp.mean(outputs**2)} if outside else {"loss_fn": mean_square}
-    step = make_step(jzero.from_flax(Listed, stack="layers", **loss), pipe)
-    state = step.init(KEY, path)
-    for name, x in state.params["stack"].items():
-        layers = [nnx.to_pure_dict(tree)["layers"][i][name] for i in range(4)]
-        np.testing.assert_array_equal(x, np.stack(layers))
+def test_layers_that_became_a_stack(tmp_path):
+    tree = nnx.state(SmallGPT(nnx.Rngs(5)))
+    step = make_step(jzero.from_flax(SmallGPT, loss_fn, stack="blocks"), 2)
+    state = step.init(KEY, standard(tmp_path / "saved", tree))
+    expected, found = named(nnx.to_pure_dict(tree)), named(state.params)
+    for name, parts in step.model.names.parameters:
+        layers = [expected[part] for part in parts]
+        np.testing.assert_array_equal(found[name], np.stack(layers) if name.startswith("stack/") else layers[0])
     assert jax.tree.map(lambda x: x.sharding, state.params) == step.state_shardings.params
     again = step.init(KEY, standard(tmp_path / "own", jax.device_get(state.params)))
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)

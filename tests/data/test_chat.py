@@ -189,6 +189,7 @@ ALPACA = {"instruction": "say", "input": "hello", "output": "hi"}
     ("sample", "asked"),
     [
         ({"conversations": SHAREGPT}, "hello"),
+        ({"messages": SHAREGPT}, "hello"),
         (ALPACA, "say\n\nhello"),
         ({**ALPACA, "input": ""}, "say"),
         ({"question": "say", "answer": "hi"}, "say"),

@@ -252,7 +252,6 @@ def initialize(model=Net, **more):
         (lambda: build(nn.Dense(3)), "a Linen module needs an example too"),
         (lambda: jzero.from_flax(nn.Dense(2), criterion=criterion), "and example_batch"),
         (lambda: initialize(criterion="mse"), "criterion = 'mse': must be a function"),
-        (lambda: initialize(), r"model is Net, which has no init\(rng\)"),
         (lambda: initialize(jzero.from_flax(Net, lambda module, batch: 0.0)).loss(None, None),
             r"this model has its loss inside, so write loss = engine\(batch\)"),
     ],

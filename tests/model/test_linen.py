@@ -138,6 +138,7 @@ def test_constants_of_other_variables_are_refused():
 class Block(linen.Module):
     rate: float = 0.0
     norm: bool = False
+    scan: bool = False
 
     @linen.compact
     def __call__(self, x, mask, training):
@@ -145,14 +146,7 @@ class Block(linen.Module):
         h = linen.Dropout(self.rate)(linen.Dense(WIDTH)(h), deterministic=not training)
         if self.norm:
             h = linen.BatchNorm(use_running_average=not training, momentum=0.5)(h)
-        return x + h
-
-
-class Scanned(Block):
-    @linen.compact
-    def __call__(self, x, mask, training):
-        h = linen.MultiHeadDotProductAttention(HEADS)(x, mask=mask)
-        return x + linen.Dropout(self.rate)(linen.Dense(WIDTH)(h), deterministic=not training), None
+        return (x + h, None) if self.scan else x + h
 
 
 class GPT(linen.Module):
@@ -170,10 +164,8 @@ class GPT(linen.Module):
             x = linen.BatchNorm(use_running_average=not training, momentum=0.5)(x)
         if self.scan:
             split = {"params": True, "dropout": True}
-            layers = linen.scan(
-                Scanned, variable_axes={"params": 0}, split_rngs=split, in_axes=linen.broadcast, length=2
-            )
-            return embed.attend(layers(self.rate, name="layers")(x, mask, training)[0])
+            layers = linen.scan(Block, variable_axes={"params": 0}, split_rngs=split, in_axes=linen.broadcast, length=2)
+            return embed.attend(layers(self.rate, scan=True, name="layers")(x, mask, training)[0])
         for i in range(2):
             x = self.through(Block(self.rate_of(i), self.norm, name=f"layers_{i}"), x, mask, training)
         return embed.attend(x)

@@ -26,7 +26,7 @@ from helpers.stack_models import (
     loss_fn,
     plain_nnx,
 )
-from helpers.steps import assert_close, run, settings
+from helpers.steps import assert_close, mesh, run, settings
 
 import jzero
 from jzero.tree import named
@@ -276,7 +276,8 @@ class Misspelt(Fused):
 
 def muon_step(module, stack):
     muon = {"type": "Muon", "params": {"lr": 0.1}}
-    return make_step(jzero.from_flax(module, module.__call__, stack=stack), 0, optimizer=muon)
+    config = settings(ROWS, optimizer=muon)
+    return jzero.make_train_step(jzero.from_flax(module, module.__call__, stack=stack), config, mesh=mesh(1))
 
 
 def test_fused_matrices_are_those_of_the_module():
