@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections import namedtuple
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.checkpoints import ROWS, assert_same, mesh, nothing_left_over, plain, shardings, state  # noqa: F401
+from helpers.refusals import refuses
 from helpers.sampling import keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +42,6 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     saved = state()
     under_way = save(saved, tmp_path, "a", notes={"epoch": np.int64(3), "best": jnp.float32(0.5)})
     assert under_way.wait() == tmp_path / "a"
-    assert repr(under_way) == f"Save('{tmp_path}/a', complete)"
     replicated = jax.tree.map(lambda x: NamedSharding(mesh(), PartitionSpec()), saved)
     for places in (shardings(saved), replicated):
         read = restore(tmp_path, places)
@@ -63,31 +62,24 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     assert save(Numbered(jnp.int32(3)), tmp_path / "default").wait().name == "global_step3"
 
 
-def test_a_save_keeps_what_was_there_when_it_was_called(tmp_path):
-    saved = state()
-    expected = plain(saved)
-    save(saved, tmp_path, "a")
-    jax.tree.map(lambda x: x.delete(), saved)  # as a train step that donates the buffers
-    assert_same(restore(tmp_path, shardings(state())), expected)
-
-
 def test_the_caller_goes_on_while_it_is_written(tmp_path, monkeypatch):
-    going_on, commit = threading.Event(), async_save.commit
+    going_on, commit, saved = threading.Event(), async_save.commit, state()
 
     def slow(*args):
         assert going_on.wait(30)
         commit(*args)
 
     monkeypatch.setattr(async_save, "commit", slow)
-    under_way = save(state(), tmp_path, "a")
+    expected, under_way = plain(saved), save(saved, tmp_path, "a")
+    jax.tree.map(lambda x: x.delete(), saved)  # as a train step that donates the buffers
     assert not under_way.done
-    assert "being written" in repr(under_way)
     assert directory.read_latest(tmp_path)[0] is None
     assert not (tmp_path / "a").exists()
     going_on.set()
     assert save(state(1), tmp_path, "b").wait()  # waits for the first
     assert under_way.done
     assert directory.read_latest(tmp_path)[0] == "b"
+    assert_same(restore(tmp_path, shardings(state()), tag="a"), expected)
 
 
 def test_a_kill_between_two_renames(tmp_path):
@@ -106,23 +98,26 @@ def test_a_kill_between_two_renames(tmp_path):
     assert names(tmp_path) == {"a", "b", "latest"}
 
 
-def test_copies_are_spread_over_the_axes_of_replicas():
+BOTH = ("data", "zero")
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "after"),
+    [
+        ((8, 3), (), (BOTH, None)),
+        ((3, 16), (), (None, BOTH)),
+        ((8, 3), ("zero",), (("zero", "data"), None)),
+        ((3, 8), (None, "zero"), (None, ("zero", "data"))),
+        ((8,), (BOTH,), (BOTH,)),
+        ((3, 5), (), (None, None)),
+        ((), (), ()),
+    ],
+)
+def test_copies_are_spread_over_the_axes_of_replicas(shape, before, after):
     grid = jzero.make_mesh(data=2, zero=4)
-
-    def spread(spec, shape):
-        x = jax.device_put(jnp.ones(shape), NamedSharding(grid, PartitionSpec(*spec)))
-        parts = list(snapshot.copy_sharding(x).spec)
-        while parts and parts[-1] is None:
-            parts.pop()
-        return PartitionSpec(*parts)
-
-    assert spread((), (8, 3)) == PartitionSpec(("data", "zero"))
-    assert spread((), (3, 16)) == PartitionSpec(None, ("data", "zero"))
-    assert spread(("zero",), (8, 3)) == PartitionSpec(("zero", "data"))
-    assert spread((None, "zero"), (3, 8)) == PartitionSpec(None, ("zero", "data"))
-    assert spread((("data", "zero"),), (8,)) == PartitionSpec(("data", "zero"))
-    assert spread((), (3, 5)) == PartitionSpec()
-    assert spread((), ()) == PartitionSpec()
+    before, after = (NamedSharding(grid, PartitionSpec(*spec)) for spec in (before, after))
+    copied = snapshot.copy_sharding(jax.device_put(jnp.ones(shape), before))
+    assert copied.is_equivalent_to(after, len(shape))
 
 
 # ------------------------------------------------------------------------------------------- what is kept
@@ -135,13 +130,8 @@ def test_max_to_keep(tmp_path):
     assert names(tmp_path) == {"global_step10", "global_step2", "global_step3", "best", "latest"}
     steps(tmp_path, 11, max_to_keep=2)
     assert names(tmp_path) == {"global_step3", "global_step11", "best", "latest"}
-
-
-def test_what_is_kept_is_the_newest_and_the_latest(tmp_path):
-    for step in (1, 2, 3):
-        steps(tmp_path, step, max_to_keep=1, latest=step < 3)
-        os.utime(tmp_path / f"global_step{step}" / "notes.json", (2e9 - step, 2e9 - step))  # another host's clock
-    assert names(tmp_path) == {"global_step2", "global_step3", "latest"}
+    steps(tmp_path, 12, max_to_keep=1, latest=False)  # that which latest names stays
+    assert names(tmp_path) == {"global_step11", "global_step12", "best", "latest"}
 
 
 def test_what_is_kept_can_be_read(tmp_path):
@@ -168,6 +158,7 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     for step, late in ((100, 3600), (200, 0), (300, 60)):
         monkeypatch.setattr(time, "time", lambda late=late: now + late)
         steps(tmp_path, step, max_to_keep=2)
+        os.utime(tmp_path / f"global_step{step}" / "notes.json", (2e9 - step, 2e9 - step))
     assert [path.name for path, _ in directory.list_checkpoints(tmp_path)] == ["global_step300", "global_step200"]
 
 
@@ -195,7 +186,7 @@ def test_unreadable_directories(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------- checksums
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), data=st.data())
 def test_a_checksum_sees_every_change(seed, data):
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool"]))
@@ -208,30 +199,26 @@ def test_a_checksum_sees_every_change(seed, data):
     assert one != other
 
 
-def test_a_checksum_sees_the_order_and_not_the_layout():
-    x = jax.random.normal(jax.random.key(0), (16, 8))
-    specs = [PartitionSpec(), PartitionSpec("zero"), PartitionSpec(None, "zero")]
-    sums = {int(checksums.checksums({"x": jax.device_put(x, NamedSharding(mesh(), spec))})[0]) for spec in specs}
-    assert len(sums) == 1
-    others = [x[::-1], x[:, ::-1], x.T.reshape(16, 8), x.at[0].set(x[1]).at[1].set(x[0]), -x]
-    assert len(sums | {int(checksums.checksums({"x": other})[0]) for other in others}) == 6
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float64"])
-def test_a_checksum_in_parts_by_numpy(dtype, monkeypatch):
-    x = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(jnp.dtype(dtype))
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "float64"])
+def test_a_checksum_in_parts_by_numpy_sees_the_order(dtype, monkeypatch):
+    x = np.trunc(np.random.default_rng(0).normal(size=(6, 6, 4))).astype(jnp.dtype(dtype))  # two thirds are zeros
     monkeypatch.setattr(checksums, "BLOCK", 7)
     parts = [(x[i : i + 4, :, j : j + 3], (i, 0, j)) for i in (0, 4) for j in (0, 3)]
     total = sum(checksums.part_of_checksum(part, start, x.shape) for part, start in parts) % 2**32
     with jax.enable_x64(True):
-        assert total == int(checksums.checksums({"x": jnp.asarray(x)})[0])
+        same, *others = (
+            int(checksums.checksums({"x": jnp.asarray(y)})[0])
+            for y in (x, x[::-1], x[:, ::-1], x.swapaxes(0, 1), x[[1, 0, *range(2, 6)]])
+        )
+    assert same == total
+    assert total not in others
 
 
 # ------------------------------------------------------------------------------------------- damage
 
 
-def damage(how, file, number):
-    whole = file.read_bytes()
+def damage(how, whole, file, number):
+    """Delete, truncate, or flip one bit."""
     if how == "deleted":
         file.unlink()
     elif how == "truncated":
@@ -249,9 +236,9 @@ def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, how):
     for seed, tag in enumerate(("good", "bad")):
         save(state(seed), tmp_path, tag).wait()
     bad, expected, harmless, said = tmp_path / "bad", state(1), [], []
-    whole = shutil.copytree(bad, tmp_path / "whole")
     for number, file in enumerate(sorted(p for p in bad.rglob("*") if p.is_file())):
-        damage(how, file, number)
+        whole = file.read_bytes()
+        damage(how, whole, file, number)
         try:
             read = restore(tmp_path, shardings(expected))
         except jzero.CheckpointError as error:
@@ -259,7 +246,7 @@ def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, how):
         else:
             assert_same(read, expected)
             harmless.append(str(file.relative_to(bad)))
-        shutil.copy(whole / file.relative_to(bad), file)
+        file.write_bytes(whole)
     assert_same(restore(tmp_path, shardings(expected), tag="good"), state(0))
     assert all(str(bad) in text for text in said)
     assert "notes.json" not in harmless
@@ -279,7 +266,7 @@ def test_changed_notes_and_leaves_are_noticed(tmp_path):
     }.items():
         notes.write_text(changed)
         with pytest.raises(jzero.CheckpointError, match=f"a is damaged: {words}"):
-            restore(tmp_path, shardings(state()))
+            Checkpoint.find(tmp_path).read({"params/w": shardings(state())["params"]["w"]})
 
 
 # ------------------------------------------------------------------------------------------- mistakes
@@ -292,12 +279,8 @@ OWN = ["latest", "latest.new", schema.FILE, lock.LOCK, f"{lock.LOCK}.0123456789a
 )
 def test_invalid_tags(tmp_path, tag):
     places = {"x": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
-    for call in (
-        lambda: save({"x": jnp.ones(3)}, tmp_path, tag),
-        lambda: restore(tmp_path, places, tag=tag or "a/"),
-    ):
-        with pytest.raises(jzero.ConfigError, match="tag = "):
-            call()
+    refuses(lambda: save({"x": jnp.ones(3)}, tmp_path, tag), "tag = ")
+    refuses(lambda: restore(tmp_path, places, tag=tag or "a/"), "tag = ")
 
 
 def test_other_mistakes(tmp_path):
@@ -315,10 +298,9 @@ def test_other_mistakes(tmp_path):
         (tmp_path, "another model or optimizer: missing more, extra zeros", {"tag": "a", "shardings": more}),
         (tmp_path, r"step is \(\), not \(3,\)", {"tag": "a", "shapes": other}),
     ):
-        with pytest.raises(jzero.ConfigError, match=words):
-            restore(place, **{"shardings": places, **how})
-    with pytest.raises(jzero.ConfigError, match=r"client_state is not JSON: <object object at .*> has type object"):
-        save(state(), tmp_path, "a", notes={"x": object()})
+        refuses(lambda place=place, how=how: restore(place, **{"shardings": places, **how}), words)
+    words = r"client_state is not JSON: <object object at .*> has type object"
+    refuses(lambda: save(state(), tmp_path, "a", notes={"x": object()}), words)
     wait()
 
 
@@ -326,5 +308,4 @@ def test_a_tree_with_a_branch_named_fp8_is_compared(tmp_path):
     """Only a train state's histories of that name may be missing."""
     save({"fp8": {"a": jnp.ones(3)}}, tmp_path, "one").wait()
     like = {"fp8": {"b": jnp.ones(4)}}
-    with pytest.raises(jzero.ConfigError, match=r"missing fp8/b \(4,\)"):
-        restore(tmp_path, shardings(like), shapes=like)
+    refuses(lambda: restore(tmp_path, shardings(like), shapes=like), r"missing fp8/b \(4,\)")

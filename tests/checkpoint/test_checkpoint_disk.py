@@ -118,11 +118,11 @@ FULL = r"was not written: .*No space left on device"
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "words"),
     [
-        pytest.param(Presence, "check", closed, FULL, id="the script closed all descriptors"),
-        pytest.param(Presence, "close", dying, r"SystemExit: the thread dies", id="close"),
-        pytest.param(ocp.PyTreeCheckpointHandler, "finalize", dying, r"SystemExit: the thread dies", id="finalize"),
-        pytest.param(async_save, "import_orbax", dying, r"SystemExit: the thread dies", id="before the files"),
-        pytest.param(threading.Thread, "start", limited, FULL, id="no thread"),
+        (Presence, "check", closed, FULL),
+        (Presence, "close", dying, r"SystemExit: the thread dies"),
+        (ocp.PyTreeCheckpointHandler, "finalize", dying, r"SystemExit: the thread dies"),
+        (async_save, "import_orbax", dying, r"SystemExit: the thread dies"),
+        (threading.Thread, "start", limited, FULL),
     ],
 )
 def test_a_save_whose_thread_dies(small_disk, monkeypatch, capfd, owner, name, fault, words):
@@ -160,43 +160,30 @@ def test_a_long_error_keeps_its_end():
     assert re.fullmatch(r"Error writing.{9,450}No space left on device", line)
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [("file/below", "Not a directory"), ("read-only", "Read-only file system"), ("/proc/none", "cannot be written")],
-)
+@pytest.mark.parametrize(("place", "words"), [("file/below", "Not a directory"), ("/proc/none", "cannot be written")])
 def test_a_place_that_cannot_be_written(tmp_path, place, words):
     (tmp_path / "file").write_text("")
-    if place == "read-only":
-        (tmp_path / place).mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path / place]
-        if os.geteuid() or subprocess.run(mount, check=False).returncode:
-            pytest.skip("mounting needs root")
-    try:
-        with pytest.raises(jzero.CheckpointError, match=words):
-            save(state(), tmp_path / place, "a")
-    finally:
-        if place == "read-only":
-            subprocess.run(["umount", "-l", tmp_path / place], check=True)
+    with pytest.raises(jzero.CheckpointError, match=words):
+        save(state(), tmp_path / place, "a")
 
 
-@pytest.mark.parametrize(("file", "logged"), [("/site-packages/orbax/checkpoint/_src/write.py", 0), ("/mine.py", 1)])
+ORBAX = "/site-packages/orbax/checkpoint/_src/write.py"
+TOLD = 'RESOURCE_EXHAUSTED: Error writing "l25/0" in OCDBT database at local file "/runs/a.saving/"'
+
+
+@pytest.mark.parametrize(("file", "logged"), [(ORBAX, []), ("/mine.py", ["asyncio"])])
 def test_futures_that_orbax_abandons_are_not_logged(caplog, file, logged):
     """At a full disk it gathers writes, and leaves the loop at the first error."""
     orbax_trees.import_orbax()
-    code = "async def write():\n    raise ValueError('RESOURCE_EXHAUSTED: No space left on device')"
     made = {}
-    exec(compile(code, file, "exec"), made)
+    exec(compile("async def write():\n    raise ValueError('No space left on device')", file, "exec"), made)
 
     async def leave():
-        if not logged:
-            told = 'RESOURCE_EXHAUSTED: Error writing "l25/0" in OCDBT database at local file "/runs/a.saving/"'
-            asyncio.get_running_loop().create_future().set_exception(ValueError(told))
+        asyncio.get_running_loop().create_future().set_exception(ValueError(TOLD))
         writes = asyncio.gather(made["write"](), made["write"]())
         await asyncio.sleep(0.01)
         assert writes.done()
 
     asyncio.run(leave())
     gc.collect()
-    assert [record.name for record in caplog.records if "was never retrieved" in record.getMessage()] == (
-        ["asyncio"] * logged
-    )
+    assert [record.name for record in caplog.records if "was never retrieved" in record.getMessage()] == logged

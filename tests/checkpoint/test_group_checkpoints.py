@@ -1,10 +1,9 @@
-"""Checkpoints between groups of devices that act as one: what any layout saves, every other continues.
+"""Checkpoints between groups of devices that act as one: what any layout saves, another continues.
 
 The oracle is optax on one device, three AdamW steps from the same weights.
 """
 
 from functools import cache
-from itertools import product
 
 import pytest
 from helpers.group_layouts import LAYOUTS, make_engine, plain
@@ -12,8 +11,8 @@ from helpers.mixture_models import batches
 from helpers.oracle import largest_error
 from helpers.sampling import keep
 
-PAIRS = [pair for pair in product(LAYOUTS, LAYOUTS) if len(set(pair)) == 2]
-DEFAULT = [("pipe x tensor", "pipe x expert x context"), ("pipe x expert x context", "expert")]
+NAMES = [*LAYOUTS]
+PAIRS = [*zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)]  # each layout saves once, and loads once
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), keep(PAIRS, DEFAULT))
+@pytest.mark.parametrize(("first", "second"), keep(PAIRS, PAIRS[:2]))
 def test_a_checkpoint_continues_on_another_layout(first, second, trained):
     (_, directory), (engine, _) = trained(first), trained(second)
     engine.load_checkpoint(directory)

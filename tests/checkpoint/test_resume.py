@@ -1,33 +1,28 @@
-"""A resumed run is the run: bit for bit on its own layout, to rounding on any other."""
+"""A resumed run is the run: bit for bit on its own layout, to rounding on any other; or the parts of it that fit."""
 
+import dataclasses
+import weakref
 from itertools import product
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from helpers.refusals import refuses
 from helpers.resuming import NEXT, SAVED, STEPS, no_signal_handler  # noqa: F401
-from helpers.sampling import keep, some
-from layouts import LAYOUTS, TRAIN, assert_same, batch, build, data
+from helpers.sampling import keep
+from layouts import LAYOUTS, TRAIN, Net, assert_same, batch, build, data
 
 import jzero
 
-# ------------------------------------------------------------------------------------------- bit for bit
-
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 2, "loss_scale_window": 2}}
+RESUMED = [*((name, {}) for name in LAYOUTS), ("stage3", FP16), ("interleaved", FP16)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    keep(
-        [(name, {}) for name in LAYOUTS]
-        + [("stage0", FP16), ("stage3", FP16), ("interleaved", FP16), ("stage2", {"bf16": {"enabled": True}})],
-        [("stage3", FP16)],
-    ),
-    ids=[*LAYOUTS, "stage0-fp16", "stage3-fp16", "interleaved-fp16", "stage2-bf16"],
-)
+@pytest.mark.parametrize(("layout", "more"), keep(RESUMED, [("stage3", FP16)]))
 def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
     layout = LAYOUTS[layout]
     straight = build(layout, noise=True, training_data=data(), **more)
@@ -52,28 +47,6 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
         assert len({float(resumed.loss_scale), 2.0**24}) == 2
 
 
-@pytest.mark.slow
-def test_the_three_calls_resume_too(tmp_path):
-    def train(engine, steps):
-        losses = []
-        loader = jzero.RepeatingLoader(engine.training_dataloader)
-        for _ in range(steps * engine.gradient_accumulation_steps()):
-            losses.append(engine(next(loader)))
-            engine.backward(losses[-1])
-            engine.step()
-        return [float(loss) for loss in losses]
-
-    layout = LAYOUTS["stage1"]
-    straight, stopped = (build(layout, noise=True, training_data=data()) for _ in range(2))
-    expected = train(straight, 6)
-    losses = train(stopped, 2)
-    stopped.save_checkpoint(tmp_path)
-    assert losses + train(build(layout, noise=True, training_data=data(), resume=tmp_path), 4) == expected
-
-
-# ------------------------------------------------------------------------------------------- any layout to any other
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """name -> (an engine after `SAVED` steps, the losses of the `NEXT` ones, where it was saved)."""
@@ -93,11 +66,7 @@ def runs(tmp_path_factory):
     return run
 
 
-# By default into a pipeline.
-DEFAULT = [("stage2", "zero_bubble")]
-
-
-@pytest.mark.parametrize(("source", "target"), keep(product(LAYOUTS, LAYOUTS), DEFAULT))
+@pytest.mark.parametrize(("source", "target"), keep(product(LAYOUTS, LAYOUTS), [("stage2", "zero_bubble")]))
 def test_every_layout_loads_on_every_other(runs, source, target):
     """90 pairs, and each layout on itself."""
     _, saved, expected, directory = runs(source)
@@ -112,65 +81,57 @@ def test_every_layout_loads_on_every_other(runs, source, target):
 
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-BATCHES = [[None, 2, 2], [32, 2, 2], [32, None, 2], [32, 2, None]]
 
 
-@pytest.mark.parametrize("sizes", some(BATCHES, [BATCHES[0], BATCHES[2]]), ids=str)
+def sized(zero, train, micro, accum, **more):
+    sizes = dict(zip(SIZES, (train, micro, accum), strict=True))
+    return build((2, {"zero": zero}, 2, {}), **sizes, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(None, 2, 2), (32, None, 2)], ids=str)
 def test_fewer_devices_keep_the_global_batch(tmp_path, sizes):
     """And the accumulation if the config gives no micro-batch, or else the micro-batch."""
-    sizes = dict(zip(SIZES, sizes, strict=True))
-    eight = build((2, {"zero": 8}, 2, {}), training_data=data(), **sizes)
+    eight = sized(8, *sizes, training_data=data())
     straight = [float(eight.train_batch()) for _ in range(2)]
     eight.save_checkpoint(tmp_path)
-    straight += [float(eight.train_batch()) for _ in range(4)]
-    for zero in (4, 2, 1):
-        fewer = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path, **sizes)
-        there = (32, 2, 16 // zero) if sizes["train_micro_batch_size_per_gpu"] else (32, 16 // zero, 2)
+    straight += [float(eight.train_batch()) for _ in range(2)]
+    for zero in (4, 1):
+        fewer = sized(zero, *sizes, training_data=data(), resume=tmp_path)
+        there = (32, 2, 16 // zero) if sizes[1] else (32, 16 // zero, 2)
         assert fewer.get_batch_info() == there
         losses = [float(fewer.train_batch())]
-        fewer.save_checkpoint(tmp_path / f"{zero}")
-        for _ in range(3):  # and restarted there, once and again
-            again = build((2, {"zero": zero}, 2, {}), training_data=data(), resume=tmp_path / f"{zero}", **sizes)
-            assert again.get_batch_info() == there
-            losses.append(float(again.train_batch()))
-            again.save_checkpoint()
+        fewer.save_checkpoint(tmp_path / f"{zero}")  # and restarted there
+        again = sized(zero, *sizes, training_data=data(), resume=tmp_path / f"{zero}")
+        assert again.get_batch_info() == there
+        losses.append(float(again.train_batch()))
         np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_the_config_says_another_batch_by_now(tmp_path):
-    sizes = dict(zip(SIZES, (None, 2, 2), strict=True))
-    build((2, {"zero": 8}, 2, {}), **sizes).save_checkpoint(tmp_path)
-    changed = sizes | {"gradient_accumulation_steps": 4}
-    assert build((2, {"zero": 8}, 2, {}), resume=tmp_path, **changed).train_batch_size() == 64
-    given = sizes | {"train_batch_size": 16, "gradient_accumulation_steps": 4}
-    assert build((2, {"zero": 2}, 2, {}), resume=tmp_path, **given).train_batch_size() == 16
-    with pytest.raises(jzero.ConfigError, match="train_batch_size = 32: must be a multiple of 24"):
-        build((0, {"data": 3}, 8, {}), resume=tmp_path, **sizes | {"train_micro_batch_size_per_gpu": 8})
-    full = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    with pytest.raises(jzero.ConfigError, match=r"train_batch_size = 32: must equal .* 2 × .* 2 × 4 replicas"):
-        build((2, {"zero": 4}, 2, {}), resume=tmp_path, **full)  # all three, and other ones than the checkpoint's
-    few = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 4}
-    build((2, {"zero": 2}, 4, {}), **few).save_checkpoint(tmp_path)
-    more = build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few)
-    assert more.get_batch_info() == (32, 1, 4)
-    few["train_micro_batch_size_per_gpu"], few["gradient_accumulation_steps"] = None, 2
-    build((0, {}, 4, {}), **few).save_checkpoint(tmp_path)  # micro-batches of 16, which 8 replicas have no room for
-    assert build((2, {"zero": 8}, 4, {}), resume=tmp_path, **few).get_batch_info() == (32, 2, 2)
+    sized(8, None, 2, 2).save_checkpoint(tmp_path)
+    assert sized(8, None, 2, 4, resume=tmp_path).train_batch_size() == 64
+    assert sized(2, 16, 2, 4, resume=tmp_path).train_batch_size() == 16
+    words = "train_batch_size = 32: must be a multiple of 24"
+    refuses(lambda: build((0, {"data": 3}, 8, {}), resume=tmp_path, **dict.fromkeys(SIZES[:1])), words)
+    words = r"train_batch_size = 32: must equal .* 2 × .* 2 × 4 replicas"
+    refuses(lambda: sized(4, 32, 2, 2, resume=tmp_path), words)  # all three, and other ones than the checkpoint's
+    sized(2, 32, None, 4).save_checkpoint(tmp_path)
+    assert sized(8, 32, None, 4, resume=tmp_path).get_batch_info() == (32, 1, 4)
+    sized(1, 32, None, 2).save_checkpoint(tmp_path)  # micro-batches of 16, which 8 replicas have no room for
+    assert sized(8, 32, None, 2, resume=tmp_path).get_batch_info() == (32, 2, 2)
 
 
 def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     """A config that names the global batch is right, one that does not has the checkpoint's."""
-    two = (2, {"zero": 2}, 2, {})
-    for sizes, now in (((32, 2, None), 32), ((None, 2, 8), 48)):
-        said = dict(zip(SIZES, sizes, strict=True))
-        engine = build(two, **said)
-        engine.set_train_batch_size(48)
-        engine.save_checkpoint(tmp_path / str(now))
-        assert build(two, resume=tmp_path / str(now), **said).train_batch_size() == now
-    full = dict(zip(SIZES, (32, 2, 8), strict=True))
-    build(two, **full).save_checkpoint(tmp_path)
-    fewer = build((2, {"zero": 1}, 2, {}), resume=tmp_path, **full)
+    engine = sized(2, None, 2, 8)
+    engine.set_train_batch_size(48)
+    engine.save_checkpoint(tmp_path / "48")
+    assert sized(2, None, 2, 8, resume=tmp_path / "48").train_batch_size() == 48
+    assert sized(2, 32, 2, None, resume=tmp_path / "48").train_batch_size() == 32
+    sized(2, 32, 2, 8).save_checkpoint(tmp_path)
+    fewer = sized(1, 32, 2, 8, resume=tmp_path)
     line = "train_batch_size 32 as in the checkpoint: 16 micro-batches instead of the config's 8"
     assert line in capfd.readouterr().out
     fewer.load_checkpoint(tmp_path / "48")
@@ -181,27 +142,21 @@ def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
 @pytest.mark.slow
 def test_a_list_of_layers_that_the_stages_divide_or_not(tmp_path):
     """Three layers alike: cut by three stages, not by two, which switch between the layers; the leaves are the same."""
-    layouts = {
-        "one": (0, {}, 8, {}), "stage3": (3, {"zero": 4}, 4, {}), "cut": (1, {"pipe": 3, "zero": 2}, 4, {}),
-        "switched": (3, {"pipe": 2, "zero": 4}, 2, {"schedule": "interleaved", "chunks": 2}),
-    }  # fmt: skip
-    layer, engines, expected = jzero.LayerSpec(nnx.Linear, 8, 8), {}, {}
-    for name, layout in layouts.items():
-        layers = [jzero.LayerSpec(nnx.Linear, 8, 8, use_bias=False), layer, layer, layer, jnp.tanh]
-        model = jzero.PipelineModule(
-            layers, layout[1].get("pipe"), loss_fn=lambda y, labels: ((y - labels) ** 2).mean()
+    layers = [*[jzero.LayerSpec(nnx.Linear, 8, 8)] * 3, jnp.tanh]
+    cut, switched = (
+        build(layout, model=jzero.PipelineModule(layers, layout[1]["pipe"], loss_fn=lambda y, x: ((y - x) ** 2).mean()))
+        for layout in (
+            (1, {"pipe": 3, "zero": 2}, 4, {}),
+            (3, {"pipe": 2, "zero": 4}, 2, {"schedule": "interleaved", "chunks": 2}),
         )
-        engines[name] = engine = build(layout, model=model)
-        train = [float(engine.train_batch(tuple(batch(step).values()))) for step in range(SAVED)]
-        engine.save_checkpoint(tmp_path, tag=name).wait()
-        expected[name] = train + [float(engine.train_batch(tuple(batch(SAVED + n).values()))) for n in range(NEXT)]
-    for source, target in product(layouts, layouts):
-        engine = engines[target]
-        engine.load_checkpoint(tmp_path, tag=source)
-        assert_same(engine.state, jzero.checkpoint.restore(tmp_path, engine.step_fn.state_shardings, tag=source))
-        losses = [float(engine.train_batch(tuple(batch(SAVED + n).values()))) for n in range(NEXT)]
-        np.testing.assert_allclose(losses, expected[source][SAVED:], rtol=1e-6, err_msg=f"{source} -> {target}")
-        np.testing.assert_allclose(expected[source], expected[target], rtol=1e-6)
+    )
+    for source, target in ((cut, switched), (switched, cut)):
+        source.train_batch(tuple(batch(0).values()))
+        source.save_checkpoint(tmp_path).wait()
+        target.load_checkpoint(tmp_path)
+        assert_same(target.state, source.state)
+        losses = [float(engine.train_batch(tuple(batch(1).values()))) for engine in (source, target)]
+        np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -226,3 +181,148 @@ def test_another_precision(tmp_path):
     half.save_checkpoint(tmp_path)
     again = build(LAYOUTS["one"], resume=tmp_path)
     assert {x.dtype for x in jax.tree.leaves(again.state.params)} == {jnp.dtype("float32")}
+
+
+def scheduled(engine):
+    """The steps at which the optimizer looks up its rates; `get_lr` does at state.step, if none was skipped."""
+    nodes = jax.tree.leaves(engine.state.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    return {int(n) for node in nodes if isinstance(node, optax.ScaleByScheduleState) for n in np.ravel(node.count)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(the directory of a checkpoint, its engine)."""
+    directory, engine = tmp_path_factory.mktemp("run"), build(LAYOUTS["stage1"], training_data=data())
+    for _ in range(SAVED):
+        engine.train_batch()
+    engine.save_checkpoint(directory).wait()
+    return directory, engine
+
+
+@pytest.mark.parametrize("other", keep(["Lamb", "Muon", "SGD"], ["Muon"]))
+def test_the_optimizer_changes(run, other):
+    """The parameters and the schedule go on, the optimizer is new."""
+    directory, saved = run
+    engine = build(LAYOUTS["one"], optimizer={"type": other, "params": {"lr": 0.01}})
+    refuses(lambda: engine.load_checkpoint(directory), "belongs to another model or optimizer")
+    engine.load_checkpoint(directory, load_optimizer_states=False)
+    assert scheduled(engine) == {SAVED}
+    assert engine.get_lr() == saved.get_lr()
+    engine.train_batch(batch(9))
+    assert scheduled(engine) == {SAVED + 1}
+
+
+@pytest.mark.slow
+def test_parts_of_a_checkpoint(run):
+    directory, saved = run
+
+    def loaded(**how):
+        engine = build(LAYOUTS["stage1"])
+        engine.train_batch(batch(8))
+        before = jax.device_get((engine.state.opt_state, engine.state.step))
+        path, _ = engine.load_checkpoint(directory, **how)
+        assert path == str(directory / "global_step3")
+        chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (engine, saved)))
+        same = [
+            all(map(np.array_equal, jax.tree.leaves(jax.device_get(now)), jax.tree.leaves(then)))
+            for now, then in zip((engine.state.opt_state, engine.state.step), before, strict=True)
+        ]
+        assert scheduled(engine) == {int(engine.state.step)}
+        engine.train_batch(batch(9))
+        return same, engine.global_steps
+
+    assert loaded() == ([False, False], 4)
+    assert loaded(load_optimizer_states=False) == ([False, False], 4)  # its place in the schedule
+    assert loaded(load_lr_scheduler_states=False) == ([False, True], 4)
+    assert loaded(load_module_only=True) == ([True, True], 2)
+    other = build(LAYOUTS["stage1"], optimizer={"type": "SGD", "params": {"lr": 1e-2}})
+    refuses(lambda: other.load_checkpoint(directory), r"another model or optimizer: .* load_module_only=True")
+    other.load_checkpoint(directory, load_module_only=True)
+    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (other, saved)))
+    words = r"custom_load_fn: read with jzero\.checkpoint\.restore"
+    refuses(lambda: saved.load_checkpoint(directory, custom_load_fn=print), words)
+
+
+def test_the_parameters_for_other_data(run):
+    directory, first = run
+    fewer = build(LAYOUTS["one"], training_data=data(8))
+    refuses(lambda: fewer.load_checkpoint(directory), r"position belongs to other data; .*load_module_only=True")
+    fewer.load_checkpoint(directory, load_module_only=True)
+    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (first, fewer)))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_the_frozen_parameters(tmp_path):
+    frozen = {"frozen_parameters": ["first"]}
+    saved = build(LAYOUTS["stage3"], **frozen)
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True).wait()
+    assert "params/ends/first" not in jzero.checkpoint.Checkpoint.find(tmp_path).shapes
+    other = build(LAYOUTS["one"], **frozen)
+    ends = other.state.params["ends"] | {"first": 2 * other.state.params["ends"]["first"]}
+    other.state = dataclasses.replace(other.state, params=other.state.params | {"ends": ends})
+    words = "was saved without params/ends/first, and this engine holds other"
+    refuses(lambda: other.load_checkpoint(tmp_path), words)
+    for resume in (tmp_path, None):
+        engine = build(LAYOUTS["stage1"], resume=resume, **frozen)
+        if not resume:
+            engine.load_checkpoint(tmp_path)
+        assert_same(engine.state, saved.state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_frozen_parameters_left_out_at_another_precision(tmp_path, before, after, capsys):
+    """They have the compute dtype: compared in the narrower one, or not at all, but never refused for it."""
+    saved, engine = (
+        build(LAYOUTS["stage1"], frozen_parameters=["first"], bf16={"enabled": precision == "bf16"})
+        for precision in (before, after)
+    )
+    saved.train_batch(batch(0))
+    saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True).wait()
+    engine.load_checkpoint(tmp_path)
+    line = f"jzero: the checkpoint's run computed in {before}, and this one computes in {after}\n"
+    assert line in capsys.readouterr().err
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+    engine.save_checkpoint(tmp_path / "again")
+    engine.load_checkpoint(tmp_path / "again")
+    assert "computed in" not in capsys.readouterr().err
+
+
+def test_the_former_state_makes_room_for_the_new_one(run, monkeypatch):
+    directory, engine = run[0], build(LAYOUTS["stage1"])
+    former, read, alive = [weakref.ref(x) for x in jax.tree.leaves(engine.state)], jzero.checkpoint.Checkpoint.read, []
+
+    def counted(self, shardings):
+        alive.append(sum(x() is not None for x in former))
+        return read(self, shardings)
+
+    monkeypatch.setattr(jzero.checkpoint.Checkpoint, "read", counted)
+    engine.load_checkpoint(directory)
+    assert alive == [0]
+
+
+class Other(Net):
+    """Its head has another shape."""
+
+    def init(self, rng):
+        params = super().init(rng)
+        return params | {"ends": params["ends"] | {"last": jnp.ones((8, 8, 1))}}
+
+    def suffix(self, ends, x, batch, rng):
+        return super().suffix(ends | {"last": ends["last"][..., 0]}, x, batch, rng)
+
+
+def test_what_fits_of_another_model(run, tmp_path):
+    """load_module_strict=False: fine-tuning with another head."""
+    directory, saved = run
+    engine = build(LAYOUTS["one"], model=Other())
+    words = r"another model or optimizer: .*params/ends/last is \(8, 8\), not \(8, 8, 1\)"
+    refuses(lambda: engine.load_checkpoint(directory), words)
+    engine.load_checkpoint(directory, load_module_strict=False)
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+    np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
+    jzero.checkpoint.save({"something": jnp.ones(3)}, tmp_path, "else").wait()
+    words = "else has nothing for this model: its leaves are something"
+    refuses(lambda: engine.load_checkpoint(tmp_path, "else", load_module_strict=False), words)
+    engine.train_batch(batch(1))  # its state is still there

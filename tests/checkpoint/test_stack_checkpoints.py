@@ -7,25 +7,20 @@ import numpy as np
 import pytest
 from helpers.sampling import some
 from helpers.stack_models import BATCHES, ROWS, WIDTH, Small, SmallGPT, SmallScannedGPT, loss_fn
+from helpers.steps import settings
 from safetensors.numpy import load_file
 
 import jzero
 from jzero.tree import named
 
 MESHES = {"zero": {}, "pipe": {"pipe": 2, "data": 2, "zero": 2}}
+ADAM = {"type": "Adam", "params": {"lr": 1e-2}}
 
 
-def engine(stack, mesh, module=SmallGPT, **more):
-    config = {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 1 if mesh == "pipe" else 3, "stage3_param_persistence_threshold": 0},
-        "mesh": MESHES[mesh],
-        "ema": {"decay": 0.9},
-        **more,
-    }
-    return jzero.initialize(model=jzero.from_flax(module, loss_fn, stack=stack), config=config)[0]
+def engine(stack, mesh, module=SmallGPT, optimizer=ADAM):
+    stage, more = 1 if mesh == "pipe" else 3, {"optimizer": optimizer, "ema": {"decay": 0.9}, "mesh": MESHES[mesh]}
+    model = jzero.from_flax(module, loss_fn, stack=stack)
+    return jzero.initialize(model=model, config=settings(ROWS, stage, 2, **more))[0]
 
 
 def plain_state(engine):
@@ -50,11 +45,10 @@ def moved(one, other, directory):
 
 
 ONE, PIPE = (None, "zero"), ("blocks", "pipe")
-MOVES = [(ONE, PIPE), (PIPE, ONE), (("blocks", "zero"), PIPE)]
-CASES = [(*move, module) for module in (SmallGPT, SmallScannedGPT) for move in MOVES]
+CASES = [(ONE, PIPE, SmallGPT), (PIPE, ONE, SmallScannedGPT), (("blocks", "zero"), PIPE, SmallGPT)]
 
 
-@pytest.mark.parametrize(("first", "second", "module"), some(CASES, [CASES[0], CASES[4]]))
+@pytest.mark.parametrize(("first", "second", "module"), some(CASES, CASES[:2]))
 def test_a_run_resumes_with_and_without_a_stack(tmp_path, module, first, second):
     one, other = engine(*first, module), engine(*second, module)
     after = moved(one, other, tmp_path)
@@ -75,8 +69,8 @@ class WideGPT(SmallGPT):
 def test_moments_of_any_dtype_resume_with_and_without_a_stack(tmp_path, here, there):
     """Each layer of a stacked moment has codes and a scale of its own."""
     one, other = (
-        engine(*of, WideGPT, optimizer={"type": "Adam", "params": {"lr": 1e-2}, "state_dtype": dtype})
-        for of, dtype in zip(MOVES[0] if here == there else MOVES[1], (there, here), strict=True)
+        engine(*of, WideGPT, optimizer={**ADAM, "params": {"lr": 1e-2, "state_dtype": dtype}})
+        for of, dtype in zip((ONE, PIPE) if here == there else (PIPE, ONE), (there, here), strict=True)
     )
     if here == there:
         state = moved(one, other, tmp_path)
@@ -91,14 +85,9 @@ def test_moments_of_any_dtype_resume_with_and_without_a_stack(tmp_path, here, th
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 
-@pytest.fixture(scope="module")
-def both():
-    """The same start without and with a stack."""
-    return {"plain": engine(None, "zero"), "stacked": engine("blocks", "pipe")}
-
-
 @pytest.mark.slow
-def test_the_files_are_the_same(tmp_path, both):
+def test_the_files_are_the_same(tmp_path):
+    both = {"plain": engine(*ONE), "stacked": engine(*PIPE)}
     for name, run in both.items():
         run.save_checkpoint(tmp_path / name, tag="t").wait()
         run.save_16bit_model(tmp_path, f"{name}.safetensors")
@@ -106,13 +95,9 @@ def test_the_files_are_the_same(tmp_path, both):
     assert notes[0]["leaves"] == notes[1]["leaves"]  # names, shapes, dtypes and checksums
     exported = [jzero.weights.export(tmp_path / name, tmp_path / "out" / name) for name in both]
     assert exported[0] == exported[1]
-    stacked, files = both["stacked"], [load_file(tmp_path / f"{name}.safetensors") for name in both]
-    state = jzero.checkpoint.restore(
-        tmp_path / "plain", stacked.step_fn.state_shardings, shapes=stacked.step_fn.state_shapes
-    )
-    jax.tree.map(np.testing.assert_array_equal, state.params, stacked.state.params)
+    files = [load_file(tmp_path / f"{name}.safetensors") for name in both]
     jax.tree.map(np.testing.assert_array_equal, *files)
-    stacked.load_weights(tmp_path / "plain.safetensors")
-    for name, x in plain_state(stacked).items():
+    both["stacked"].load_weights(tmp_path / "plain.safetensors")
+    for name, x in plain_state(both["stacked"]).items():
         if name.startswith("0/"):
             np.testing.assert_array_equal(x, files[0][name.removeprefix("0/").replace("/", ".")].astype(x.dtype))

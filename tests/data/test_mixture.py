@@ -77,7 +77,7 @@ def stages_of(case):
     return stages
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(case=cases, exhaustion=st.sampled_from(["repeat", "drop", "stop"]))
 def test_any_number_is_what_a_loop_finds(case, exhaustion):
     stages, lengths = stages_of(case), case["lengths"]
@@ -102,22 +102,6 @@ def test_any_number_is_what_a_loop_finds(case, exhaustion):
             again = np.stack(found.locate(numbers + found.length), axis=1)
             whole = found.taken(found.length)
             assert again.tolist() == [[k, i + whole[k]] for k, i in wanted]
-
-
-@settings(max_examples=40)
-@given(
-    weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=6), start=st.integers(0, 10**12), seed=st.integers(0, 9)
-)
-def test_every_stretch_has_the_weights(weights, start, seed):
-    """Between any two numbers, also beyond 10^12, the counts are the weights' up to a few samples."""
-    found = Interleaving([10**9] * len(weights), {0: weights}, "repeat", seed)
-    shares = np.array(weights) / sum(weights)
-    for size in (1, 10, 1000, 70_000):
-        counts = found.taken(start + size) - found.taken(start)
-        assert counts.sum() == size
-        # In a block the counts at a point differ from quotas * point by less than 1, and twice for two ends.
-        rounding = size / interleave.BLOCK
-        assert (np.abs(counts - shares * size) < 2 * (1 + len(weights) * shares) + rounding).all()
 
 
 def mixture(exhaustion="repeat", times=1, **more):
@@ -156,7 +140,7 @@ def test_large_sources_take_little_memory():
     assert mixed._permutations[0].cache_info().currsize == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     exhaustion=st.sampled_from(["repeat", "drop", "stop"]),
     layout=st.sampled_from([(1, 1, 1), (2, 1, 3), (1, 4, 2), (3, 2, 1), (4, 4, 1)]),
@@ -188,14 +172,11 @@ def test_any_layout_reads_the_same_and_resumes_exactly(exhaustion, layout, stop,
 def test_epochs_go_on():
     """The second epoch has the same mixture, with other samples; a batch is filled up with those of its own epoch."""
     mixed = Mixture({"a": (Rows(9), 2), "b": (Rows(40), 1)}, exhaustion="stop")
-    length = len(mixed)
-    assert mixed.order.used_up == [(length, 0)]
-    loader = DataLoader(mixed, Sizes(4, 1, 1))
-    found = take(loader, 4 * 2 * len(loader))
+    length, loader = len(mixed), DataLoader(mixed, Sizes(4, 1, 1))
     numbers = [*range(length), *range(-length % 4)]
-    wanted = [mixed.rows(np.array([n + epoch * length for n in numbers]))["x"].tolist() for epoch in (0, 1)]
-    assert found == wanted[0] + wanted[1]
-    assert wanted[0] != wanted[1]
+    one, other = (mixed.rows(np.array([n + epoch * length for n in numbers]))["x"].tolist() for epoch in (0, 1))
+    assert take(loader, 4 * 2 * len(loader)) == one + other
+    assert one != other
     assert loader.position == {"epoch": 2, "samples": 0}
     assert loader.seen["a"] == {"samples": 18, "epochs": 2.0}
 
@@ -218,10 +199,8 @@ def test_a_run_knows_what_it_read():
     assert len(mixed) == ENDLESS
     dropped = Mixture({"a": (Rows(4), 1), "b": (Rows(90), 1)}, exhaustion="drop")
     assert len(dropped) == 94
-    assert [line for line in dropped.report_notes() if "used up" in line] == [
-        "a is used up after sample 7: left out from there",
-        "b is used up after sample 94: left out from there",
-    ]
+    ends = [f"{name} is used up after sample {n}: left out from there" for name, n in (("a", 7), ("b", 94))]
+    assert dropped.report_notes()[-2:] == ends
 
 
 class Mean:
@@ -238,18 +217,16 @@ def test_an_engine_reports_and_resumes_a_mixture(tmp_path, capsys):
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
     make = partial(jzero.initialize, model=Mean(), config=config, training_data=mixture(seed=2))
     engine, *_ = make()
-    losses = [float(engine.train_batch()) for _ in range(6)]
     assert "\nTraining data\n  - mixture of web (70 samples), code (30 samples)" in capsys.readouterr().out
-    engine, *_ = make()
-    assert [float(engine.train_batch()) for _ in range(3)] == losses[:3]
+    losses = [float(engine.train_batch()) for _ in range(3)]
     engine.save_checkpoint(tmp_path).wait()
+    losses += [float(engine.train_batch()) for _ in range(3)]
     seen = mixture(seed=2).seen(24)
-    assert engine.training_dataloader.seen == seen
     assert jzero.checkpoint.Checkpoint.find(tmp_path).notes["seen"] == seen
-    capsys.readouterr()
     engine, *_ = make(resume=tmp_path)
-    assert [float(engine.train_batch()) for _ in range(3)] == losses[3:]
+    assert engine.training_dataloader.seen == seen
     assert f"read so far: web {seen['web']['samples']} samples, code" in capsys.readouterr().out
+    assert [float(engine.train_batch()) for _ in range(3)] == losses[3:]
 
 
 def test_another_mixture_is_other_data():

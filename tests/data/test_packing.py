@@ -1,11 +1,10 @@
-"""Packing loses no token, and a packed document has the logits of the document alone."""
+"""Packing loses no token, and its segments go with every layout; tests/weights has the logits of packed rows."""
 
 import dataclasses
 import re
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
@@ -27,9 +26,9 @@ TINY = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, attention="xla")
 LENGTH = 24
 
 
-def documents(n, longest=LENGTH, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, TINY.vocab_size, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(n)]
+def documents(n):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, TINY.vocab_size, rng.integers(1, LENGTH + 1)).astype(np.int32) for _ in range(n)]
 
 
 def unpacked(rows):
@@ -44,7 +43,7 @@ def unpacked(rows):
     return found
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=80), length=st.integers(2, 30))
 def test_every_token_once(sizes, length):
     """Every document occurs, cut if it is long; labels are its next tokens, -1 at its end."""
@@ -63,8 +62,6 @@ def test_every_token_once(sizes, length):
         cuts = range(0, len(doc), length)
         expected += [(doc[i : i + length].tolist(), labels[i : i + length]) for i in cuts]
     assert pieces == sorted(expected)
-    again = Packed(docs, length)
-    np.testing.assert_array_equal(packed.pieces, again.pieces)
     one = rows["inputs"][[len(packed) - 1]]
     np.testing.assert_array_equal(packed.rows(np.array([len(packed) - 1]))["inputs"], one)
     # Greedy, longest first: never more rows than documents, and no two rows that one could hold.
@@ -73,11 +70,11 @@ def test_every_token_once(sizes, length):
 
 
 def test_rows_are_full():
-    sizes = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int) + 1
+    sizes = np.random.default_rng(0).lognormal(5, 1, 5_000).astype(int) + 1
     packed = Packed([np.zeros(n, np.uint16) for n in sizes], 2048)
     assert sizes.sum() / (len(packed) * 2048) > 0.99
     filled = sizes.sum() / len(packed) / 20.48
-    assert repr(packed) == f"Packed(20000 documents in {len(packed)} rows of 2048, {filled:.1f}% filled)"
+    assert repr(packed) == f"Packed(5000 documents in {len(packed)} rows of 2048, {filled:.1f}% filled)"
 
 
 def test_a_token_file_is_packed(tmp_path):
@@ -116,48 +113,6 @@ def llama(**changes):
     return jzero.from_flax(lambda rngs: Llama(dataclasses.replace(TINY, **changes), rngs=rngs))
 
 
-@pytest.mark.slow
-def test_packed_documents_do_not_see_each_other():
-    """The logits and the gradient of the summed loss equal those of each document alone."""
-    docs = documents(14, longest=10)
-    packed = Packed(docs, LENGTH)
-    rows = packed.rows(np.arange(len(packed)))
-    assert rows["segments"].max() > 2
-    model = llama()
-    params = model.init(jax.random.key(0))
-    logits = model.module(params)(jnp.asarray(rows["inputs"]), jnp.asarray(rows["segments"]))
-    run = jax.jit(lambda tokens: model.module(params)(tokens[None])[0])
-
-    def alone(tokens):
-        """Padded after the document, which a causal model does not see, so that one program serves all lengths."""
-        return run(np.pad(tokens, (0, LENGTH - len(tokens))))[: len(tokens)]
-
-    checked = 0
-    for r in range(len(packed)):
-        for segment in range(1, rows["segments"][r].max() + 1):
-            here = rows["segments"][r] == segment
-            np.testing.assert_allclose(logits[r][here], alone(rows["inputs"][r][here]), rtol=1e-5, atol=1e-5)
-            checked += here.sum()
-    assert checked == sum(map(len, docs))
-    together = model.module(params)(jnp.asarray(rows["inputs"]))
-    assert abs(together - logits)[rows["segments"] > 1].max() > 1e-2  # without segments the documents interact
-
-    def loss(params, inputs, labels, *segments):
-        batch = {"inputs": inputs[None], "labels": labels[None]} | ({"segments": segments[0][None]} if segments else {})
-        return model.loss(params, batch, None)[0]
-
-    gradient = jax.jit(jax.grad(loss))
-
-    def total(batches):
-        return jax.tree.map(lambda *g: sum(g), *[gradient(params, *map(jnp.asarray, b)) for b in batches])
-
-    ours = total(zip(rows["inputs"], rows["labels"], rows["segments"], strict=True))
-    after = [np.pad(np.append(doc[1:], -1), (0, LENGTH - len(doc)), constant_values=-1) for doc in docs]
-    theirs = total(zip((np.pad(doc, (0, LENGTH - len(doc))) for doc in docs), after, strict=True))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * abs(np.asarray(b)).max())
-
-
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
@@ -186,19 +141,12 @@ def train(degrees, stage, rows, more=None):
 
 LAYOUTS = [
     ({"zero": 2}, 3, {"activation_checkpointing": {"policy": "full"}, "stack": {"unroll": False}}),
-    ({"zero": 2}, 2, {"activation_checkpointing": {"policy": "matmuls"}}),
-    ({"pipe": 2, "zero": 1}, 1, {}),
     ({"pipe": 2, "zero": 2}, 3, {"pipeline": {"schedule": "zero_bubble"}}),
     ({"pipe": 2, "zero": 1}, 1, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
-    ({"pipe": 4, "zero": 1}, 1, {"pipeline": {"schedule": "gpipe"}, "activation_checkpointing": {"policy": "full"}}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("degrees", "stage", "more"),
-    some(LAYOUTS, [LAYOUTS[0], LAYOUTS[3]]),
-    ids=["zero3-full-scanned", "zero2-matmuls", "1f1b", "zero_bubble-zero3", "interleaved", "gpipe-full"],
-)
+@pytest.mark.parametrize(("degrees", "stage", "more"), some(LAYOUTS, LAYOUTS[:2]))
 def test_segments_go_with_every_layout(degrees, stage, more):
     packed = Packed(documents(40), LENGTH)
     rows = packed.rows(np.arange(8))

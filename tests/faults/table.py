@@ -23,7 +23,7 @@ TABLE: dict[str, list[Fault]] = {
                   "of `--grace`"),
         elsewhere("test_attempt.py::test_a_rank_that_fails_after_ctrl_c",
                   "Ctrl-C, and a rank exits with 3", "the job ends with 130, and names the rank and its code"),
-        elsewhere("test_loader_thread.py::test_what_ends_the_thread_reaches_the_consumer",
+        elsewhere("test_loader.py::test_what_ends_the_thread_reaches_the_consumer",
                   "a data source calls `sys.exit` or raises KeyboardInterrupt", "it reaches the training loop"),
         elsewhere("test_run.py::test_kill_a_rank",
                   "a rank is killed, also with children that have left its process group",

@@ -1,4 +1,4 @@
-"""NNX modules with random streams, fixed modes and boxed parameters; what a loss function takes.
+"""NNX modules as models: how they are made, what their loss function takes, what they draw, modes and boxes.
 
 The oracle is plain Flax and optax on one device.
 """
@@ -11,8 +11,114 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.plain_flax import KEY, ROWS, WIDTH, X, mean_square, plain, train
+from helpers.refusals import refuses
 
 import jzero
+
+ONES = np.ones((512, WIDTH), np.float32)
+
+
+# ------------------------------------------------------------------------------------------- a module and its loss
+
+
+class Late(nnx.Module):
+    """`rngs` not first, and not keyword-only."""
+
+    def __init__(self, width=2, rngs=None):
+        self.linear = nnx.Linear(WIDTH, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Keyword(Late):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    "module", [Late, partial(Late, 2), Keyword, lambda r: Late(rngs=r), lambda *, rngs: Late(rngs=rngs)]
+)
+def test_every_way_to_say_a_module(module):
+    model = jzero.from_flax(module, mean_square)
+    params = model.init(KEY)["linear"]
+    assert (params["kernel"] != model.init(jax.random.key(0))["linear"]["kernel"]).any()
+    expected = X @ params["kernel"] + params["bias"]
+    np.testing.assert_allclose(model.module({"linear": params})(X), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.loss({"linear": params}, X, None), (expected**2).mean(), rtol=1e-6)
+
+
+def by_keyword(module, batch, *, rng):
+    return module(batch).sum(), rng
+
+
+def by_name(module, batch, scale=1.0, rng=None):
+    return module(batch).sum() * scale, rng
+
+
+def by_place(module, batch, key):
+    return module(batch).sum(), key
+
+
+def anything(module, batch, **options):
+    return module(batch).sum(), options.get("rng")
+
+
+def more(module, batch, *rest, scale=1.0):
+    return module(batch).sum() * scale, (*rest, None)[0]
+
+
+def default(module, batch, scale=1.0):
+    return module(batch).sum() * scale, None
+
+
+@pytest.mark.parametrize(
+    ("loss", "gets_key"),
+    [(by_keyword, True), (by_name, True), (by_place, True), (anything, False), (more, False), (default, False)],
+)
+def test_the_loss_gets_the_key_if_it_asks_for_one(loss, gets_key):
+    model = jzero.from_flax(partial(nnx.Linear, WIDTH, 2), loss)
+    params = model.init(KEY)
+    value, key = model.loss(params, X, KEY)
+    np.testing.assert_allclose(value, (X @ params["kernel"] + params["bias"]).sum(), rtol=1e-5)
+    assert key is (KEY if gets_key else None)
+    assert model.loss(params, X, None)[1] is None
+
+
+class Stacked(nnx.Module):
+    """Ends around layers that nnx.vmap stacked."""
+
+    def __init__(self, rngs):
+        self.inner, self.outer = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(3))
+
+    def prefix(self, batch):
+        return self.inner(batch)
+
+    def suffix(self, x, batch):
+        return (self.outer(x) ** 2).mean()
+
+
+def test_a_module_with_a_stack():
+    model = jzero.from_flax(Stacked)
+    params = model.init(KEY)
+    x, kernel = X @ params["ends"]["inner"]["kernel"], params["stack"]["kernel"]  # the biases are zeros
+    assert (kernel[0] != kernel[1]).any()
+    for w in kernel:
+        x = x @ w
+    expected = ((x @ params["ends"]["outer"]["kernel"]) ** 2).mean()
+    np.testing.assert_allclose(model.loss(params, X, None), expected, rtol=1e-5)
+    assert model.module(params).stack.kernel.shape == (3, WIDTH, WIDTH)
+
+
+def with_temperature(module, batch, *, temperature):
+    return module(batch).sum() / temperature
+
+
+def test_losses_that_do_not_fit():
+    refuses(lambda: jzero.from_flax(Stacked, mean_square), "drop loss_fn")
+    refuses(lambda: jzero.from_flax(Late, with_temperature), r"loss_fn requires temperature.*functools\.partial")
+
 
 # ------------------------------------------------------------------------------------------- random state
 
@@ -27,47 +133,34 @@ class Masked(nnx.Module):
         return self.dropout(x) + 0 * self.bias[...]
 
 
-class Scanned(nnx.Module):
-    """Three layers made by nnx.vmap, run by nnx.scan."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.vmap(Masked)(rngs.split(3))
-
-    def __call__(self, x):
-        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
-
-
-def test_layers_stacked_by_vmap_draw_each_their_own_mask():
-    model = jzero.from_flax(Scanned, lambda module, batch: (module(batch) != 0).mean())
-    params, ones = model.init(KEY), np.ones((512, WIDTH), np.float32)
-    kept = lambda key: float(model.loss(params, ones, key))  # noqa: E731
-    assert kept(None) == 1
-    assert kept(KEY) == pytest.approx(1 / 8, abs=0.03)  # one mask for all layers would leave a half
-    assert kept(KEY) == kept(KEY) != kept(jax.random.key(4))
-
-
-class Twice(nnx.Module):
-    """A prefix, a stack and a suffix; the stack draws."""
+class Masks(nnx.Module):
+    """Three layers made by nnx.vmap, which nnx.scan runs, or a model's stack."""
 
     def __init__(self, rngs):
         self.stack = nnx.vmap(Masked)(rngs.split(3))
 
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+
+
+class StackOfMasks(Masks):
     def prefix(self, batch):
         return batch
 
     def suffix(self, x, batch):
         return (x != 0).mean()
 
-    def __call__(self, x):
-        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
 
-
-def test_a_stack_and_the_module_around_it_both_draw():
-    model = jzero.from_flax(Twice)
-    params, ones = model.init(KEY), np.ones((512, WIDTH), np.float32)
-    assert float(model.loss(params, ones, KEY)) == pytest.approx(1 / 8, abs=0.03)
-    assert (model.module(params, KEY)(ones) != 0).mean() == pytest.approx(1 / 8, abs=0.03)
-    assert (model.module(params)(ones) != 0).all()
+@pytest.mark.parametrize(("module", "loss"), [(Masks, lambda module, x: (module(x) != 0).mean()), (StackOfMasks, None)])
+def test_layers_stacked_by_vmap_draw_each_their_own_mask(module, loss):
+    model = jzero.from_flax(module, loss)
+    params = model.init(KEY)
+    kept = lambda key: float(model.loss(params, ONES, key))  # noqa: E731
+    assert kept(None) == 1
+    assert kept(KEY) == pytest.approx(1 / 8, abs=0.03)  # one mask for all layers would leave a half
+    assert kept(KEY) == kept(KEY) != kept(jax.random.key(4))
+    assert (model.module(params, KEY)(ONES) != 0).mean() == pytest.approx(1 / 8, abs=0.03)
+    assert (model.module(params)(ONES) != 0).all()
 
 
 # ------------------------------------------------------------------------------------------- fixed modes and boxes
@@ -92,7 +185,6 @@ def test_a_mode_that_the_constructor_fixed_stays():
 
     training = {name: draws(name, KEY) for name in ("off", "open", "on", "shut")}
     assert training == {"off": False, "open": True, "on": True, "shut": False}
-    assert float(model.loss(params, ones, KEY)) == ones.sum()
     assert not any(draws(name, None) for name in training)
     (line,) = model.report_notes(jnp.float32)
     assert line.startswith("off, shut: use_running_average or deterministic is true, as built, in training too")
@@ -101,58 +193,7 @@ def test_a_mode_that_the_constructor_fixed_stays():
 
 
 def test_nnx_with_partitioning():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("model", None))
-            self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    losses, start = train(jzero.from_flax(Net, mean_square))
-    expected = plain(lambda p: ((X @ p["linear"]["kernel"] + p["linear"]["bias"]) ** 2).mean(), start)
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("model", None))
+    losses, start = train(jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square))
+    expected = plain(lambda p: ((X @ p["kernel"] + p["bias"]) ** 2).mean(), start)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------- the loss function
-
-
-def by_keyword(module, batch, *, rng):
-    return module(batch).sum(), rng
-
-
-def by_name(module, batch, scale=1.0, rng=None):
-    return module(batch).sum() * scale, rng
-
-
-def by_place(module, batch, key):
-    return module(batch).sum(), key
-
-
-def anything(module, batch, **options):
-    return module(batch).sum(), options.get("rng")
-
-
-def more(module, batch, *rest, scale=1.0):
-    return module(batch).sum() * scale, (*rest, None)[0]
-
-
-@pytest.mark.parametrize(
-    ("loss", "gets_key"),
-    [(by_keyword, True), (by_name, True), (by_place, True), (anything, False), (more, False)],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_the_loss_gets_the_key_if_it_asks_for_one(loss, gets_key):
-    model = jzero.from_flax(partial(nnx.Linear, WIDTH, 2), loss)
-    params = model.init(KEY)
-    value, key = model.loss(params, X, KEY)
-    np.testing.assert_allclose(value, (X @ params["kernel"] + params["bias"]).sum(), rtol=1e-5)
-    assert key is (KEY if gets_key else None)
-
-
-def test_a_keyword_that_the_loss_requires_is_named():
-    def loss(module, batch, *, temperature):
-        return module(batch).sum() / temperature
-
-    with pytest.raises(jzero.ConfigError, match=r"loss_fn requires temperature.*functools\.partial"):
-        jzero.from_flax(partial(nnx.Linear, WIDTH, 2), loss)

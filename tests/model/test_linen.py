@@ -1,4 +1,4 @@
-"""Linen modules: boxed parameters, collections, sown values, streams.
+"""Linen modules: boxed parameters, collections, sown values, streams, and stacks of layers.
 
 The oracle is plain Flax and optax on one device.
 """
@@ -8,18 +8,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen
 from helpers.plain_flax import KEY, WIDTH, X, mean_square, plain, train
+from helpers.refusals import refuses
+from helpers.sampling import keep
+from helpers.stack_models import BATCHES, HEADS, ROWS, VOCAB, causal_mask, cross_entropy
+from helpers.stack_models import plain as plain_stack
+from helpers.steps import assert_close, run, settings
 
 import jzero
+from jzero.tree import named
 
-
-class Boxed(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        init = linen.with_partitioning(linen.initializers.lecun_normal(), ("model", None))
-        return linen.Dense(WIDTH, kernel_init=init)(x)
+ZEROS = np.zeros((1000, WIDTH), np.float32)
 
 
 class Heads(linen.Module):
@@ -37,40 +39,22 @@ class Heads(linen.Module):
         return linen.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=init)(x)[:, 0]
 
 
-class Constrained(linen.Module):
-    """A constraint on an activation, as in MaxText."""
+class Several(linen.Module):
+    """A boxed kernel, a constraint on an activation as in MaxText, a constant, and sown values, one with a sum."""
 
     @linen.compact
     def __call__(self, x):
-        return linen.with_logical_constraint(linen.Dense(WIDTH)(x), ("rows", "heads"))
-
-
-class Constants(linen.Module):
-    """A collection that training only reads."""
-
-    @linen.compact
-    def __call__(self, x):
-        table = self.variable("tables", "shift", lambda: jnp.arange(WIDTH, dtype=jnp.float32) / WIDTH)
-        return linen.Dense(WIDTH)(x) + table.value
-
-
-class Sown(linen.Module):
-    """Values sown into two collections, one of them with a sum of its own."""
-
-    @linen.compact
-    def __call__(self, x):
-        x = linen.Dense(WIDTH)(x)
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), ("model", None))
+        x = linen.with_logical_constraint(linen.Dense(WIDTH, kernel_init=init)(x), ("rows", "heads"))
         self.sow("intermediates", "features", x)
         self.sow("losses", "norm", (x**2).sum(), init_fn=lambda: 0.0, reduce_fn=lambda a, b: a + b)
-        return x
+        table = self.variable("tables", "shift", lambda: jnp.arange(WIDTH, dtype=jnp.float32) / WIDTH)
+        return x + table.value
 
 
 MODULES = {
-    "boxed": Boxed(),
-    "constants": Constants(),
-    "sown": Sown(),
-    **{f"heads, {axes}": Heads(axes) for axes in ((None, "model", None), ("data", "zero"), ("embed", "model", "data"))},
-    "constrained": Constrained(),
+    "several": Several(),
+    **{f"heads, {axes}": Heads(axes) for axes in ((None, "model", None), ("embed", "model", "data"))},
     "heads, logical": Heads(("embed", "heads"), linen.with_logical_partitioning),
 }
 
@@ -81,7 +65,7 @@ def test_linen(module):
         with linen.logical_axis_rules((("rows", "data"), ("embed", "zero"), ("heads", "tensor"))):
             return mean_square(module, batch)
 
-    model = jzero.from_flax(module, loss, example_batch=X)
+    model = jzero.from_flax(module, loss, example_batch=jax.eval_shape(lambda: X))
     losses, start = train(model, gradient_clipping=0)
     rest = {name: part for name, part in module.init(KEY, X).items() if name not in ("params", "losses")}
     expected = plain(lambda params: (module.apply({"params": params, **rest}, X) ** 2).mean(), start)
@@ -105,11 +89,11 @@ def test_linen_streams_of_any_name_follow_the_key():
         noise.append(module(batch, train=rng is not None) - module(batch))
         return jnp.float32(0)
 
-    model = jzero.from_flax(Noisy(), loss, example_batch=np.zeros((1000, WIDTH), np.float32))
-    params, zeros = model.init(KEY), np.zeros((1000, WIDTH), np.float32)
+    model = jzero.from_flax(Noisy(), loss, example_batch=ZEROS)
+    params = model.init(KEY)
     noise.clear()
     for key in (KEY, KEY, jax.random.key(4), None):
-        model.loss(params, zeros, key)
+        model.loss(params, ZEROS, key)
     first, again, other, off = map(np.asarray, noise)
     np.testing.assert_array_equal(first, again)
     assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.05
@@ -121,41 +105,174 @@ def test_linen_streams_of_any_name_follow_the_key():
 class Counter(linen.Module):
     """State that training changes only where it may."""
 
+    collection: str = "counts"
+
     @linen.compact
     def __call__(self, x):
-        count = self.variable("counts", "calls", lambda: jnp.zeros(()))
-        if not self.is_initializing() and self.is_mutable_collection("counts"):
+        count = self.variable(self.collection, "calls", lambda: jnp.zeros(()))
+        if not self.is_initializing() and self.is_mutable_collection(self.collection):
             count.value += 1
         return linen.Dense(WIDTH)(x) + count.value
 
 
-@pytest.mark.parametrize(
-    ("module", "state"),
-    [
+def test_linen_collections_that_training_changes_are_state():
+    for module, state in (
         (linen.BatchNorm(use_running_average=False), {"batch_stats/mean", "batch_stats/var"}),
         (Counter(), {"counts/calls"}),
-        (Sown(), set()),
-    ],
-)
-def test_linen_collections_that_training_changes_are_state(module, state):
-    assert jzero.from_flax(module, mean_square, example_batch=X).state == state
-
-
-def test_a_collection_named_like_a_submodule_is_refused():
-    class Twice(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            self.variable("Dense_0", "calls", lambda: jnp.zeros(())).value += 1
-            return linen.Dense(WIDTH)(x)
-
-    with pytest.raises(jzero.ConfigError, match=r"\['Dense_0'\] names both a submodule and a variable collection"):
-        jzero.from_flax(Twice(), mean_square, example_batch=X)
+        (Several(), set()),
+    ):
+        assert jzero.from_flax(module, mean_square, example_batch=X).state == state
+    words = r"\['Dense_0'\] names both a submodule and a variable collection"
+    refuses(lambda: jzero.from_flax(Counter("Dense_0"), mean_square, example_batch=X), words)
 
 
 def test_constants_of_other_variables_are_refused():
     """Training does not change the collection, so the step computes it from the module, and would ignore these."""
-    model = jzero.from_flax(Constants(), mean_square, example_batch=X)
-    variables = Constants().init(KEY, X)
-    model.adopt(variables)
-    with pytest.raises(jzero.ConfigError, match=r"params: tables/shift is not what the module computes: .*frozen_par"):
-        model.adopt({**variables, "tables": {"shift": variables["tables"]["shift"] + 1}})
+    model = jzero.from_flax(Several(), mean_square, example_batch=X)
+    params, tables = (Several().init(KEY, X)[name] for name in ("params", "tables"))
+    model.adopt({"params": params, "tables": tables})
+    other = {"params": params, "tables": {"shift": tables["shift"] + 1}}
+    refuses(lambda: model.adopt(other), r"params: tables/shift is not what the module computes: .*frozen_par")
+
+
+class Block(linen.Module):
+    rate: float = 0.0
+    norm: bool = False
+    scan: bool = False
+
+    @linen.compact
+    def __call__(self, x, mask, training):
+        h = linen.MultiHeadDotProductAttention(HEADS)(x, mask=mask)
+        h = linen.Dropout(self.rate)(linen.Dense(WIDTH)(h), deterministic=not training)
+        if self.norm:
+            h = linen.BatchNorm(use_running_average=not training, momentum=0.5)(h)
+        return (x + h, None) if self.scan else x + h
+
+
+class GPT(linen.Module):
+    """Layers in a loop, or scanned; a tied head, so that the suffix runs the embedding too."""
+
+    rate: float = 0.0
+    norm: bool = False
+    scan: bool = False
+
+    @linen.compact
+    def __call__(self, tokens, training=False):
+        embed, mask = linen.Embed(VOCAB, WIDTH, name="embed"), causal_mask(tokens.shape[1])
+        x = embed(tokens)
+        if self.norm:
+            x = linen.BatchNorm(use_running_average=not training, momentum=0.5)(x)
+        if self.scan:
+            split = {"params": True, "dropout": True}
+            layers = linen.scan(Block, variable_axes={"params": 0}, split_rngs=split, in_axes=linen.broadcast, length=2)
+            return embed.attend(layers(self.rate, scan=True, name="layers")(x, mask, training)[0])
+        for i in range(2):
+            x = self.through(Block(self.rate_of(i), self.norm, name=f"layers_{i}"), x, mask, training)
+        return embed.attend(x)
+
+    def rate_of(self, i):
+        return self.rate
+
+    def through(self, block, x, mask, training):
+        return block(x, mask, training)
+
+
+class Doubled(GPT):
+    def through(self, block, x, mask, training):
+        return 2 * block(x, mask, training)
+
+
+class Rates(GPT):
+    def rate_of(self, i):
+        return i / 2
+
+
+class SetUp(linen.Module):
+    def setup(self):
+        self.embed, self.out = linen.Embed(VOCAB, WIDTH), linen.Dense(VOCAB)
+        self.layers = [Block() for _ in range(2)]
+
+    def __call__(self, tokens, training=False):
+        x, mask = self.embed(tokens), causal_mask(tokens.shape[1])
+        for layer in self.layers:
+            x = layer(x, mask, training=training)
+        return self.out(x)
+
+
+class Outer(linen.Module):
+    @linen.compact
+    def __call__(self, tokens, training=False):
+        return SetUp(name="encoder")(tokens, training)
+
+
+def loss_fn(module, batch, rng):
+    return cross_entropy(module(batch["x"], training=rng is not None), batch["y"])
+
+
+def make(module, path="layers"):
+    return jzero.from_flax(module, loss_fn, stack=path, example_batch=BATCHES[0])
+
+
+TRAINED = [(GPT(), {"pipe": 2}, 1), (GPT(scan=True), {}, 3)]
+
+
+@pytest.mark.parametrize(("module", "mesh", "stage"), keep(TRAINED, TRAINED[:1]))
+def test_a_stack_trains_as_on_one_device(module, mesh, stage):
+    start = jzero.from_flax(module, loss_fn, example_batch=BATCHES[0]).init(KEY)
+
+    def loss(params, batch):
+        return cross_entropy(module.apply({"params": params}, batch["x"]), batch["y"])
+
+    losses, params = plain_stack(loss, start, optax.sgd(0.5))
+    step = jzero.make_train_step(make(module), settings(ROWS, stage, 2, 0.5, mesh=mesh))
+    _, found, state = run(step, BATCHES, {"params": start})
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert_close(step.model.places.join(jax.device_get(state.params)), params)
+
+
+def test_the_loss_is_that_of_the_module():
+    module = Outer()
+    model = make(module, "encoder.layers")
+    variables = module.init(KEY, BATCHES[0]["x"])
+    loss = jax.jit(model.loss, static_argnums=2)(model.adopt(variables), BATCHES[0], None)
+    expected = cross_entropy(module.apply(variables, BATCHES[0]["x"]), BATCHES[0]["y"])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert set(model.names.known) == set(named(model.init(KEY)))
+
+
+def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
+    module = GPT(norm=True)
+    model, variables = make(module), module.init(KEY, BATCHES[0]["x"])
+    loss, found = jax.jit(model.loss)(model.adopt(variables), BATCHES[0], KEY)
+    logits, new = module.apply(variables, BATCHES[0]["x"], training=True, mutable=["batch_stats"])
+    np.testing.assert_allclose(loss, cross_entropy(logits, BATCHES[0]["y"]), rtol=1e-5)
+    found, new = named(found), named(new)
+    for name in model.state:
+        parts = [new[part] for part in model.names.known[name]]
+        want = np.stack(parts) if name.startswith("stack") else parts[0]
+        np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert len(model.state) == 4
+
+
+def test_dropout_follows_the_key():
+    model = make(GPT(rate=0.5, scan=True))
+    params, run = model.init(KEY), jax.jit(model.loss)
+    first, again, other = (float(run(params, BATCHES[0], jax.random.key(seed))) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "message"),
+    [
+        (GPT(), "blocks", r"GPT has 0 submodules blocks_0, .* numbered are layers"),
+        (GPT(), "embed", "cannot be cut out of the loss of GPT"),
+        (Doubled(), "layers", r"(?s)argument 0 of layers_1 is neither an output of layers_0 .*Block\(\.\.\.\)\.apply"),
+        (Rates(), "layers", "the layers differ: layers_1: rate is 0.5, not 0.0, as in layers_0"),
+    ],
+)
+def test_what_is_no_stack(module, path, message):
+    def trace():
+        model = make(module, path)
+        return model.loss(model.init(KEY), BATCHES[0], None)
+
+    refuses(lambda: jax.eval_shape(trace), message)
