@@ -171,7 +171,7 @@ def test_the_kernel_and_the_report(monkeypatch):
     def notes(**changes):
         return decoder(preset("tiny", **changes)).report_notes(BF16)
 
-    assert notes() == ("attention kernel xla (attention='auto', bfloat16)",)
+    assert notes() == ["attention kernel xla (attention='auto', bfloat16)"]
     capped = "attention kernel xla (attention='auto', bfloat16): cuDNN has no soft cap"
     line, names = notes(attention_softcap=50.0)
     assert line == capped
@@ -182,7 +182,7 @@ def test_the_kernel_and_the_report(monkeypatch):
     monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
     assert kernel_for("auto", BF16, 128) == "cudnn"
     assert kernel_for("auto", BF16, 128, softcap=50.0) == "xla"
-    assert notes() == ("attention kernel cudnn (attention='auto', bfloat16)",)
+    assert notes() == ["attention kernel cudnn (attention='auto', bfloat16)"]
     assert kernel_note("auto", BF16, 32, 50.0) == capped
     assert notes(head_width=192)[0].endswith("bfloat16): cuDNN's heads are at most 128 wide on this GPU, not 192")
 

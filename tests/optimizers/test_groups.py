@@ -159,9 +159,3 @@ def test_the_report_lists_the_leaves():
         "ends/norm",
     ]
     assert section(jzero.report(make(3, groups=[], word=None)), "Parameter groups") == []
-
-
-def test_the_callers_optimizer_has_one_rate():
-    made, *_ = jzero.initialize(model=Net(), config=config(0), optimizer=lambda lr: optax.sgd(lr))
-    assert made.get_lr() == pytest.approx([RATE])
-    assert section(jzero.report(made.step_fn), "Parameter groups") == []
