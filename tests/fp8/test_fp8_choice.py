@@ -77,9 +77,8 @@ def test_weights_used_for_nothing_but_products():
     assert found.names == {f"stack/{name}" for name in ("product", "twice", "checkpointed")}
     otherwise = "not used in matmuls with half-precision activations alone"
     apart = ("transposed", "added", "both", "itself", "row", "wide", "window")
-    assert found.others == {f"stack/{name}": otherwise for name in apart} | {
-        "stack/narrow": "3 in or out, below min_size = 8"
-    }
+    expected = {f"stack/{name}": otherwise for name in apart}
+    assert found.others == expected | {"stack/narrow": "3 in or out, below min_size = 8"}
 
 
 def test_layers_of_models():
@@ -110,7 +109,9 @@ def zero(**more):
     return {"mesh": {"zero": 2}, "more": {"zero_optimization": {"stage": 3, **more}}}
 
 
-BLOCKS = 'must be "current" or "delayed"; scales of blocks .* need Blackwell GPUs'
+ON, RECIPES = "fp8.enabled = true", 'must be "current" or "delayed"'
+BLOCKS = f"{RECIPES}; scales of blocks .* need Blackwell GPUs"
+UNLIKE = {"model": unlike_layers(), "mesh": {"pipe": 2}, "more": {"gradient_accumulation_steps": 2}}
 
 
 @pytest.mark.parametrize(
@@ -119,33 +120,18 @@ BLOCKS = 'must be "current" or "delayed"; scales of blocks .* need Blackwell GPU
         ({"min_size": 33}, r".*no weight of a layer .* of fp8.min_size = 33 or more in and out .* lower min_size"),
         ({"exclude": ["mlp", "mpl"]}, r"fp8.exclude: 'mpl' matches no parameter; leave it out, or correct it"),
         ({"exclude": ["stack"]}, r".*is outside fp8.exclude; lower min_size .*, or turn fp8 off"),
-        ({"model": NoStack()}, r"fp8.enabled = true: .*has no layer stack, .*from_flax\(..., stack=\)"),
-        (
-            {"more": {"bf16": {}, "fp16": {"enabled": True}}},
-            r"fp8.enabled = true and fp16.enabled = true: fp8 needs bf16",
-        ),
-        ({"more": {"bf16": {}}}, r'fp8.enabled = true in fp32: .* set "bf16": {"enabled": true}'),
-        (
-            zero(zero_quantized_weights=True),
-            r"fp8.enabled = true and zero_optimization.zero_quantized_weights = true: .* keep one",
-        ),
-        (
-            zero(offload_param={"device": "cpu"}),
-            r'fp8.enabled = true and zero_optimization.offload_param.device = "cpu": .*use offload_optimizer',
-        ),
-        ({"recipe": "nvfp4"}, rf'fp8.recipe = "nvfp4": {BLOCKS}'),
-        ({"recipe": "MXFP8BlockScaling"}, rf'fp8.recipe = "MXFP8BlockScaling": {BLOCKS}'),
-        ({"recipe": "tensorwise"}, r'fp8.recipe = .*: must be "current" or "delayed"; or leave it out'),
-        ({"recipe": 1}, r'fp8.recipe = .*: must be "current" or "delayed"; or leave it out'),
-        ({"format": "e5m2"}, r'fp8.format = "e5m2": must be "hybrid" or "e4m3"'),
-        (
-            {"amax_history_len": 16},
-            r'fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed" has a history',
-        ),
-        (
-            {"model": unlike_layers(), "mesh": {"pipe": 2}, "more": {"gradient_accumulation_steps": 2}},
-            r".*fp8.enabled = true .*mesh.pipe = 2.*a stack divisible by the stages",
-        ),
+        ({"model": NoStack()}, rf"{ON}: .*has no layer stack, .*from_flax\(..., stack=\)"),
+        ({"more": {"bf16": {}, "fp16": {"enabled": True}}}, f"{ON} and fp16.enabled = true: fp8 needs bf16"),
+        ({"more": {"bf16": {}}}, rf'{ON} in fp32: .* set "bf16": {{"enabled": true}}'),
+        (zero(zero_quantized_weights=True), f"{ON} and zero_optimization.zero_quantized_weights = true: .* keep one"),
+        (zero(offload_param={"device": "cpu"}), f'{ON} and .*offload_param.device = "cpu": .*use offload_optimizer'),
+        ({"recipe": "nvfp4"}, f'fp8.recipe = "nvfp4": {BLOCKS}'),
+        ({"recipe": "MXFP8BlockScaling"}, f'fp8.recipe = "MXFP8BlockScaling": {BLOCKS}'),
+        ({"recipe": "tensorwise"}, f"fp8.recipe = .*: {RECIPES}; or leave it out"),
+        ({"recipe": 1}, f"fp8.recipe = .*: {RECIPES}; or leave it out"),
+        ({"format": "e5m2"}, 'fp8.format = "e5m2": must be "hybrid" or "e4m3"'),
+        ({"amax_history_len": 16}, 'fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed"'),
+        (UNLIKE, rf".*{ON} .*mesh.pipe = 2.*a stack divisible by the stages"),
     ],
 )
 def test_what_is_refused(given, message):
@@ -156,10 +142,8 @@ def test_what_is_refused(given, message):
 
 def test_a_section_without_enabled():
     section = {"recipe": "delayed", "exclude": ["down"]}
-    message = (
-        r'^fp8 has exclude, recipe but no fp8.enabled = true or false, so fp8 stays off; write "enabled": true, or'
-    )
-    with pytest.raises(ConfigError, match=message):
+    message = 'fp8 has exclude, recipe but no fp8.enabled = true or false, so fp8 stays off; write "enabled": true, or'
+    with pytest.raises(ConfigError, match=f"^{message}"):
         step_of(more={"fp8": section})
     step_of(more={"fp8": {**section, "enabled": False}})
     step_of(more={"fp8": {}})

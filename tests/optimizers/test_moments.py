@@ -146,7 +146,6 @@ OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cp
     ("here", "there", "more", "strict"),
     [
         ("fp8", "fp8", {}, True),
-        ("fp8", "fp32", {}, True),
         ("bf16", "fp8", {"ema": {"decay": 0.9}}, False),
         ("fp32", "fp8", OFFLOAD, True),
     ],

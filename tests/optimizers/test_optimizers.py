@@ -11,7 +11,7 @@ from helpers.engines import assert_same, build, rows
 from helpers.optimizers import STEPS, assert_close, cases, config, few, make, schedule, train, tree, unstack
 
 from jzero.errors import ConfigError
-from jzero.optimizers import base_lr, callers_optimizer, describe, fused_matrices, lr_of, make_optimizer, per_layer
+from jzero.optimizers import base_lr, callers_optimizer, describe, fused_matrices, make_optimizer, per_layer
 from jzero.optimizers.lr_schedules import make_lr_schedule
 
 
@@ -106,16 +106,6 @@ def test_an_optimizer_from_user_code_or_the_config():
             callers_optimizer(optimizer, lr)
     with pytest.raises(ConfigError, match="none given"):
         make_optimizer(None, None, stacked=None)
-
-
-def test_lr_of():
-    tx = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=schedule().lr))
-    p = jnp.ones(2)
-    state = tx.init(p)
-    assert float(jax.jit(lr_of)(state)) == pytest.approx(0.01)
-    for _ in range(2):
-        _, state = tx.update(p, state, p)
-    assert float(lr_of(state)) == pytest.approx(0.02)
 
 
 def test_a_scheduler_for_the_configs_optimizer():
