@@ -69,7 +69,7 @@ def test_describe():
     assert "this is AdamW" in notes[0]
     assert "0.1" in notes[0]
     assert "torch_adam" in notes[1]
-    assert describe(config("AdamW", {}), schedule()) == ()
+    assert describe(config("AdamW", {"adam_w_mode": True}), schedule()) == ()
     cycle = make_lr_schedule("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}, 0.1)
     assert describe(config("SGD", {}), cycle) == (
         "SGD: OneCycle's cycle_momentum is not used, the optimizer has no betas",
@@ -142,6 +142,7 @@ def test_optimizers_passed_to_initialize():
         ("AdamW", {"beta": [0.9, 0.9]}, ["optimizer.params.beta", "'betas'"]),
         ("AdamW", {"betas": [0.9, 1.5]}, ["[0.9, 1.5]", "two numbers in [0, 1)"]),
         ("AdamW", {"lr": "3e-4"}, ["lr: '3e-4'", "a number >= 0 in float32's range", "without quotes"]),
+        ("Adam", {"torch_adam": "true"}, ["torch_adam: 'true'", "without quotes"]),
         ("AdamW", {"eps": 1e-50}, ["eps: 1e-50", "float32's range"]),
         ("AdamW", {"amsgrad": True}, ["amsgrad: True", '"amsgrad"']),
         ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
