@@ -227,6 +227,7 @@ def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
     with pytest.raises(TypeError, match="unsupported operand"):
         fused(lambda x: f(x) + 1)(x)
     assert len(traces) == 2
+    assert fused(lambda *args: (gelu(*args), 1.0))(*numbers(*GELU))[1] == 1.0
 
 
 def with_a_weight_that_waits(x, w, down):
