@@ -24,7 +24,7 @@ def test_choices_and_weights(top_k, normalize):
     np.testing.assert_allclose(balance_loss(routing), plain_balance_loss(plain), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("factor", "min_capacity"), [(0.5, 1), (0.5, 4), (1.25, 1), (10.0, 4)])
+@pytest.mark.parametrize(("factor", "min_capacity"), [(0.5, 1), (0.5, 4), (1.1, 1), (10.0, 4)])
 def test_capacity(factor, min_capacity):
     """A loop over choices and tokens, in the order of GShard: first choices first, early tokens first."""
     routing = route(logits(), 2, capacity_factor=factor, min_capacity=min_capacity)
