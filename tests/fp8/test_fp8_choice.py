@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.tensor_models import BATCH, SEQUENCE, VOCAB, make_step
+from helpers.tensor_models import BATCH, SEQUENCE, VOCAB
 from helpers.tensor_models import model as model_of
 
 import jzero
@@ -17,12 +17,7 @@ from jzero.planner.state_bytes import names_in_fp8, state_bytes
 from jzero.run.run_report import report
 
 TOKENS = {name: jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32) for name in ("inputs", "labels")}
-KERNELS = {
-    "stack/attention/qkv/kernel",
-    "stack/attention/out/kernel",
-    "stack/mlp/gate_up/kernel",
-    "stack/mlp/down/kernel",
-}
+KERNELS = {f"stack/{name}/kernel" for name in ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")}
 
 
 class Uses:
@@ -30,7 +25,7 @@ class Uses:
 
     def init(self, rng):
         names = ("product", "twice", "transposed", "added", "both", "itself", "row", "wide", "checkpointed", "narrow")
-        shapes = {name: (2, 8, 3) if name == "narrow" else (2, 8, 8) for name in names}
+        shapes = {name: (2, 8, 3) if name == "narrow" else (2, 8, 8) for name in (*names, "window")}
         stack = {name: 0.3 * jax.random.normal(rng, shape) for name, shape in shapes.items()}
         return {"ends": {"w": 0.3 * jax.random.normal(rng, (VOCAB, 8))}, "stack": stack}
 
@@ -43,6 +38,8 @@ class Uses:
         x = x + x @ w["both"] * w["both"].mean() + x @ (w["itself"] @ w["itself"]) + w["row"][batch_row(x)]
         x = x + (x.astype(jnp.float32) @ w["wide"]).astype(x.dtype)
         x = x + jax.checkpoint(jax.jit(lambda x, w: x @ w))(x, w["checkpointed"])
+        numbers = ("NWC", "WIO", "NWC")
+        x = x + jax.lax.conv_general_dilated(x, w["window"][None], (1,), "SAME", dimension_numbers=numbers)
         return x + (x @ w["narrow"]).sum(-1, keepdims=True)
 
     def suffix(self, ends, x, batch, rng):
@@ -57,7 +54,7 @@ def batch_row(x):
     return (jnp.abs(x[..., 0]) * 7).astype(jnp.int32) % 8
 
 
-def step_of(model, mesh=None, stage=0, more=None, **fp8):
+def step_of(model="llama", mesh=None, stage=0, more=None, **fp8):
     config = {
         "train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
         "fp8": {"enabled": True, "min_size": 8, **fp8}, "stack": {"unroll": False},
@@ -65,163 +62,95 @@ def step_of(model, mesh=None, stage=0, more=None, **fp8):
     }  # fmt: skip
     degrees = {"zero": 1, **(mesh or {})}
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+    model = model_of(model) if isinstance(model, str) else model
     return jzero.make_train_step(model, config, mesh=jzero.make_mesh(**degrees, devices=devices))
 
 
-def chosen(step):
+def chosen(*given, **more):
+    step = step_of(*given, **more)
     step.trace(TOKENS)
     return step.setup.fp8.choice
 
 
-# ---------------------------------------------------------------- the choice
-
-
 def test_weights_used_for_nothing_but_products():
-    found = chosen(step_of(Uses()))
+    found = chosen(Uses())
     assert found.names == {f"stack/{name}" for name in ("product", "twice", "checkpointed")}
     otherwise = "not used in matmuls with half-precision activations alone"
-    uses = {f"stack/{name}": otherwise for name in ("transposed", "added", "both", "itself", "row", "wide")}
-    assert found.others == uses | {"stack/narrow": "3 in or out, below min_size = 8"}
+    apart = ("transposed", "added", "both", "itself", "row", "wide", "window")
+    expected = {f"stack/{name}": otherwise for name in apart}
+    assert found.others == expected | {"stack/narrow": "3 in or out, below min_size = 8"}
 
 
-def test_ends_stay_though_they_are_products():
-    """The head is a product of 64 columns; a tied embedding is looked up, too."""
-    assert chosen(step_of(model_of("llama"))).names == KERNELS
-
-
-def test_the_smaller_side_decides():
-    assert chosen(step_of(model_of("llama"), min_size=32)).names == KERNELS
-    message = r"no weight of a layer .* of fp8.min_size = 33 or more in and out .* lower min_size"
-    with pytest.raises(ConfigError, match=message):
-        step_of(model_of("llama"), min_size=33).trace(TOKENS)
-
-
-def test_exclude_by_regex():
-    found = chosen(step_of(model_of("llama"), exclude=["mlp/", "qkv"]))
+def test_layers_of_models():
+    """The head is a product of 64 columns, and a tied embedding is looked up; experts have grouped products."""
+    assert chosen(min_size=32).names == KERNELS
+    found = chosen(exclude=["mlp/", "qkv"])
     assert found.names == {"stack/attention/out/kernel"}
     assert found.others == {name: "excluded" for name in KERNELS - found.names}
-
-
-def test_a_regex_that_matches_nothing():
-    with pytest.raises(ConfigError, match=r"^fp8.exclude: 'mpl' matches no parameter; leave it out, or correct it"):
-        step_of(model_of("llama"), exclude=["mlp", "mpl"]).trace(TOKENS)
-
-
-def test_nothing_is_left():
-    with pytest.raises(ConfigError, match=r"is outside fp8.exclude; lower min_size .*, or turn fp8 off"):
-        step_of(model_of("llama"), exclude=["stack"]).trace(TOKENS)
-
-
-def test_experts_stay():
-    found = chosen(step_of(model_of("mixture")))
+    found = chosen("mixture")
     assert found.names == {"stack/attention/qkv/kernel", "stack/attention/out/kernel"}
     assert {"stack/mlp/gate_up", "stack/mlp/down"} <= set(found.others)
 
 
-def test_a_convolution_stays():
-    class Convolves(Uses):
-        def init(self, rng):
-            stack = {name: 0.3 * jax.random.normal(rng, (2, 8, 8)) for name in ("product", "window")}
-            return super().init(rng) | {"stack": stack}
+class NoStack:
+    def init(self, rng):
+        return {"w": jnp.zeros((VOCAB, 8))}
 
-        def block(self, w, x, rng):
-            window = jax.lax.conv_general_dilated(
-                x, w["window"][None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-            )
-            return x + x @ w["product"] + window
-
-    assert chosen(step_of(Convolves())).names == {"stack/product"}
+    def loss(self, params, batch, rng):
+        return (params["w"][batch["inputs"]] @ params["w"].T).astype(jnp.float32).mean()
 
 
-# ---------------------------------------------------------------- what is refused
+def unlike_layers():
+    specs = [LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, 16), LayerSpec(nnx.Linear, 16, 4)]
+    return PipelineModule(specs, 2, loss_fn=lambda out, labels: ((out - labels) ** 2).mean())
 
 
-def test_a_model_without_a_stack():
-    class Plain:
-        def init(self, rng):
-            return {"w": jnp.zeros((VOCAB, 8))}
-
-        def loss(self, params, batch, rng):
-            return (params["w"][batch["inputs"]] @ params["w"].T).astype(jnp.float32).mean()
-
-    with pytest.raises(ConfigError, match=r"^fp8.enabled = true: .*has no layer stack, .*from_flax\(..., stack=\)"):
-        step_of(Plain()).trace(TOKENS)
+def zero(**more):
+    return {"mesh": {"zero": 2}, "more": {"zero_optimization": {"stage": 3, **more}}}
 
 
-REFUSED = {
-    "fp16": ({"bf16": {}, "fp16": {"enabled": True}}, r"fp8.enabled = true and fp16.enabled = true: fp8 needs bf16"),
-    "fp32": ({"bf16": {}}, r'fp8.enabled = true in fp32: .* set "bf16": {"enabled": true}'),
-    "qwZ": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-        r"fp8.enabled = true and zero_optimization.zero_quantized_weights = true: .* keep one",
-    ),
-    "offload_param": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        r'fp8.enabled = true and zero_optimization.offload_param.device = "cpu": .*use offload_optimizer',
-    ),
-}
+ON, RECIPES = "fp8.enabled = true", 'must be "current" or "delayed"'
+BLOCKS = f"{RECIPES}; scales of blocks .* need Blackwell GPUs"
+UNLIKE = {"model": unlike_layers(), "mesh": {"pipe": 2}, "more": {"gradient_accumulation_steps": 2}}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_does_not_fit(name):
-    more, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message) as error:
-        step_of(model_of("llama"), mesh={"zero": 2}, more=more)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "MXFP8", "MXFP8BlockScaling"])
-def test_formats_of_blackwell(recipe):
-    message = rf'^fp8.recipe = "{recipe}": must be "current" or "delayed"; scales of blocks .* need Blackwell GPUs'
-    with pytest.raises(ConfigError, match=message) as error:
-        step_of(model_of("llama"), recipe=recipe)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"min_size": 33}, r".*no weight of a layer .* of fp8.min_size = 33 or more in and out .* lower min_size"),
+        ({"exclude": ["mlp", "mpl"]}, r"fp8.exclude: 'mpl' matches no parameter; leave it out, or correct it"),
+        ({"exclude": ["stack"]}, r".*is outside fp8.exclude; lower min_size .*, or turn fp8 off"),
+        ({"model": NoStack()}, rf"{ON}: .*has no layer stack, .*from_flax\(..., stack=\)"),
+        ({"more": {"bf16": {}, "fp16": {"enabled": True}}}, f"{ON} and fp16.enabled = true: fp8 needs bf16"),
+        ({"more": {"bf16": {}}}, rf'{ON} in fp32: .* set "bf16": {{"enabled": true}}'),
+        (zero(zero_quantized_weights=True), f"{ON} and zero_optimization.zero_quantized_weights = true: .* keep one"),
+        (zero(offload_param={"device": "cpu"}), f'{ON} and .*offload_param.device = "cpu": .*use offload_optimizer'),
+        ({"recipe": "nvfp4"}, f'fp8.recipe = "nvfp4": {BLOCKS}'),
+        ({"recipe": "MXFP8BlockScaling"}, f'fp8.recipe = "MXFP8BlockScaling": {BLOCKS}'),
+        ({"recipe": "tensorwise"}, f"fp8.recipe = .*: {RECIPES}; or leave it out"),
+        ({"recipe": 1}, f"fp8.recipe = .*: {RECIPES}; or leave it out"),
+        ({"format": "e5m2"}, 'fp8.format = "e5m2": must be "hybrid" or "e4m3"'),
+        ({"amax_history_len": 16}, 'fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed"'),
+        (UNLIKE, rf".*{ON} .*mesh.pipe = 2.*a stack divisible by the stages"),
+    ],
+)
+def test_what_is_refused(given, message):
+    with pytest.raises(ConfigError, match=f"^{message}") as error:
+        step_of(**given).trace(TOKENS)
     assert "\n" not in str(error.value)
 
 
 def test_a_section_without_enabled():
-    message = (
-        r'^fp8 has exclude, recipe but no fp8.enabled = true or false, so fp8 stays off; write "enabled": true, or'
-    )
     section = {"recipe": "delayed", "exclude": ["down"]}
-    with pytest.raises(ConfigError, match=message):
-        make_step("llama", precision={"bf16": {"enabled": True}, "fp8": section})
-    make_step("llama", precision={"fp8": {**section, "enabled": False}})
-    make_step("llama", precision={"fp8": {}})
-
-
-def test_a_history_of_current_scales():
-    message = r'^fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed" has a history'
-    with pytest.raises(ConfigError, match=message):
-        step_of(model_of("llama"), amax_history_len=16)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", 1])
-def test_another_recipe(recipe):
-    with pytest.raises(
-        ConfigError, match=r'^fp8.recipe = .*: must be "current" or "delayed"; or leave it out'
-    ) as error:
-        step_of(model_of("llama"), recipe=recipe)
-    assert "\n" not in str(error.value)
-
-
-def test_another_format():
-    with pytest.raises(ConfigError, match=r'^fp8.format = "e5m2": must be "hybrid" or "e4m3"'):
-        step_of(model_of("llama"), format="e5m2")
-
-
-def test_a_pipeline_of_unlike_layers():
-    specs = [LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, 16), LayerSpec(nnx.Linear, 16, 4)]
-    model = PipelineModule(specs, 2, loss_fn=lambda out, labels: ((out - labels) ** 2).mean())
-    with pytest.raises(ConfigError, match=r"fp8.enabled = true .*mesh.pipe = 2.*a stack divisible by the stages"):
-        step_of(model, mesh={"pipe": 2}, more={"gradient_accumulation_steps": 2})
-
-
-# ---------------------------------------------------------------- the report and the planner
+    message = 'fp8 has exclude, recipe but no fp8.enabled = true or false, so fp8 stays off; write "enabled": true, or'
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        step_of(more={"fp8": section})
+    step_of(more={"fp8": {**section, "enabled": False}})
+    step_of(more={"fp8": {}})
 
 
 def test_the_report_lists_both():
-    fp8 = {"enabled": True, "min_size": 8, "exclude": ["down"]}
-    step = make_step("llama", precision={"bf16": {"enabled": True}, "fp8": fp8}, unroll=False)
+    step = step_of(exclude=["down"])
     assert "\nfp8\n" not in report(step)
     assert "bf16 and fp8: masters float32" in report(step)
     assert "ZeRO-0, bf16 and fp8, " in repr(step)
@@ -236,16 +165,15 @@ def test_the_report_lists_both():
     assert "parameters, bfloat16 and fp8" in text
 
 
-def test_bytes_of_a_plan_before_and_after_the_trace():
+@pytest.mark.parametrize(("name", "same"), [("llama", True), ("mixture", False)])
+def test_bytes_of_a_plan_before_and_after_the_trace(name, same):
     """Before it every matrix that is large enough counts; a mixture's experts are found out by the trace."""
-    for name, same in (("llama", True), ("mixture", False)):
-        step = step_of(model_of(name), mesh={"zero": 2}, stage=2)
-        before = names_in_fp8(step), state_bytes(step).parameters
-        step.trace(TOKENS)
-        after = names_in_fp8(step), state_bytes(step).parameters
-        assert (before == after) == same
-        assert before[0] >= after[0]
-        plain = step_of(model_of(name), mesh={"zero": 2}, stage=2, enabled=False)
-        leaves = {leaf.name: int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(step.layouts)}
-        assert names_in_fp8(plain) == frozenset()
-        assert state_bytes(plain).parameters - after[1] == sum(leaves[name] for name in after[0])
+    step, plain = (step_of(name, mesh={"zero": 2}, stage=2, enabled=on) for on in (True, False))
+    before = names_in_fp8(step), state_bytes(step).parameters
+    step.trace(TOKENS)
+    after = names_in_fp8(step), state_bytes(step).parameters
+    assert (before == after) == same
+    assert before[0] >= after[0]
+    leaves = {leaf.name: int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(step.layouts)}
+    assert names_in_fp8(plain) == frozenset()
+    assert state_bytes(plain).parameters - after[1] == sum(leaves[name] for name in after[0])

@@ -10,22 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.fp8 import FP8, distances, reference
-from helpers.sampling import keep, some
+from helpers.sampling import keep
 from helpers.stack_models import BATCHES, ROWS, WIDTH, SmallGPT, loss_fn
 from helpers.tensor_models import batches, initial, make_step
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jzero
-from jzero.kernels.fp8.delayed_scaling import advance, bound, exponent_one_hot, initial_history, scales, zero_counts
-from jzero.kernels.fp8.matmul import fp8_dot_general
-from jzero.kernels.fp8.quantized import E4M3, E5M2, quantize_weight
-from jzero.kernels.fusion.chains import form_of
+from jzero.kernels.fp8.delayed_scaling import advance, bound, exponent_one_hot, initial_history, scales
+from jzero.kernels.fp8.quantized import E4M3, E5M2
 from jzero.run.run_report import report
 from jzero.tree import named
 
 STEPS = 4
-DELAYED = {**FP8, "fp8": {**FP8["fp8"], "recipe": "delayed", "amax_history_len": STEPS}}
+SECTION = {**FP8["fp8"], "recipe": "delayed", "amax_history_len": STEPS}
+DELAYED = {**FP8, "fp8": SECTION}
 KERNELS = {f"stack/{name}/kernel" for name in ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")}
 
 
@@ -44,10 +43,14 @@ def above(x):
     return 2.0 ** (np.floor(np.log2(np.asarray(x, np.float64))) + 1)
 
 
-LARGEST = float(np.finfo(np.float32).max)
+def started(model="llama", params=None, **layout):
+    """A step with delayed scales, and its first state."""
+    step = make_step(model, **{"precision": DELAYED, **layout})
+    return step, step.init(jax.random.key(0), initial(model) if params is None else params)
 
 
-@given(st.lists(st.floats(2.0**-126, LARGEST, width=32), min_size=1, max_size=9))
+@settings(max_examples=30)
+@given(st.lists(st.floats(2.0**-126, float(np.finfo(np.float32).max), width=32), min_size=1, max_size=9))
 def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
     counts = exponent_one_hot(jnp.array(numbers, jnp.float32)).sum(0)
     expected = min(above(max(numbers)), 2.0**127)
@@ -55,13 +58,10 @@ def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
     assert float(bound(counts.astype(jnp.bfloat16))) == expected  # as a sum of gradients may be
 
 
-def test_nothing_was_seen():
-    assert float(bound(exponent_one_hot(jnp.float32(0)))) == 0
-    assert float(bound(exponent_one_hot(jnp.float32(np.inf)))) == 0  # this step changes nothing
-
-
 def test_a_history_forgets():
     """The largest of the last two steps decides the scale."""
+    for nothing in (0, np.inf):  # a step with an infinity changes nothing
+        assert float(bound(exponent_one_hot(jnp.float32(nothing)))) == 0
     seen = initial_history(jnp.full((1, 8, 8), 0.75), 2)
     np.testing.assert_array_equal(seen[0], [[0, 0], [0, 0], [1, 0]])
     for gradients, before in ((E5M2, 2.0**15 * 2**6), (E4M3, 2.0**8 * 2**12)):  # before a step has seen any
@@ -74,68 +74,18 @@ def test_a_history_forgets():
         np.testing.assert_array_equal(found, 256 / np.array([expected, expected, of_weights]))
 
 
-@pytest.mark.parametrize("order", ["tk,kn->tn", "tk,nk->tn"])
-def test_a_product_by_known_scales(order):
-    """What is out of range becomes the largest number; both maxima come out as if they were a gradient."""
-    rng = np.random.default_rng(0)
-    x, w, g = (rng.normal(size=s) for s in ((12, 16), (16, 20) if "kn" in order else (20, 16), (12, 20)))
-    x[3, 4] = 700.0  # 448 / 4 is the largest number at this scale
-    x, w, g = (jnp.asarray(v, jnp.bfloat16) for v in (x, w, 1e-4 * g))
-    form = form_of((((1,), (0 if "kn" in order else 1,)), ((), ())), (2, 2), 1)
-    scales = jnp.array([4.0, 2.0**20, 16.0])
-
-    def run(x, place, seen):
-        q = quantize_weight(w, (), jnp.bfloat16, E5M2, scales)
-        return fp8_dot_general(x, q.used(q.x8, place, seen), form, jnp.bfloat16, {})
-
-    @jax.jit
-    def both(g, *args):
-        y, pull = jax.vjp(run, *args)
-        return y, *pull(g)
-
-    y, dx, dw, counts = both(g, x, jnp.zeros_like(w), zero_counts())
-
-    def rounded(v, scale, dtype):
-        most = float(jnp.finfo(dtype).max)
-        v = np.clip(np.asarray(v, np.float32) * scale, -most, most)
-        return np.asarray(jnp.asarray(v).astype(dtype), np.float64) / scale
-
-    x8, w8, g8 = rounded(x, 4, E4M3), rounded(w, 16, E4M3), rounded(g, 2.0**20, E5M2)
-    w8 = w8 if "kn" in order else w8.T
-    assert np.abs(x8).max() == 112
-    for found, expected in ((y, x8 @ w8), (dx, g8 @ w8.T), (dw, x8.T @ g8 if "kn" in order else g8.T @ x8)):
-        assert np.linalg.norm(np.asarray(found, np.float64) - expected) < 2.0**-9 * np.linalg.norm(expected)
-    largest = [np.abs(np.asarray(v, np.float64)).max() for v in (x, g)]
-    np.testing.assert_array_equal(bound(counts), above(largest))
-
-
-def test_products_of_one_activation_share_its_cast():
-    """Their own former maxima are the same; XLA would compute the casts one by one."""
-    x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 8))
-    form, casts = form_of((((1,), (0,)), ((), ())), (2, 2), 1), {}
-    for _ in range(3):
-        q = quantize_weight(w, (), jnp.bfloat16, E5M2)
-        fp8_dot_general(x, q.used(q.x8, jnp.zeros((8, 8), jnp.bfloat16)), form, jnp.bfloat16, casts)
-    assert len(casts) == 1
-
-
-def prepared(step, bounds):
-    """A new state with these bounds of activations, gradients and weights."""
-    state = step.init(jax.random.key(0), initial("llama"))
-    assert state.fp8.keys() == KERNELS
-    fp8 = {name: jnp.broadcast_to(jnp.float32(bounds)[:, None], x.shape) for name, x in state.fp8.items()}
-    return dataclasses.replace(state, fp8=jax.device_put(fp8, step.state_shardings.fp8))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bounds", [(0.5, 2.0**-10, 0.125), (2.0**4, 2.0**-6, 2.0)], ids=["clipped", "with room"])
 def test_a_step_by_known_scales(bounds):
     """The first bounds are below the maxima, so that much is clipped; plain JAX rounds by the same scales."""
-    step = make_step("llama", precision=DELAYED)
+    step, state = started()
     x, g, w = bounds
     known, expected = reference("llama", scales=(256 / x, 2.0**15 / g, 256 / w))
     by_maxima = reference("llama")[1]
-    found, metrics = jax.device_get(step.gradients(prepared(step, bounds), batches("llama")[0]))
+    assert state.fp8.keys() == KERNELS
+    fp8 = {name: jnp.broadcast_to(jnp.float32(bounds)[:, None], x.shape) for name, x in state.fp8.items()}
+    state = dataclasses.replace(state, fp8=jax.device_put(fp8, step.state_shardings.fp8))
+    found, metrics = jax.device_get(step.gradients(state, batches("llama")[0]))
     np.testing.assert_allclose([float(metrics["loss"]), float(metrics["grad_norm"])], known[0], rtol=1e-6)
     assert max(distances(found, expected).values()) < 2e-2  # the scales of norms, summed over rows in bfloat16
     matrices = [d for name, d in distances(found, expected).items() if name in KERNELS]
@@ -154,9 +104,8 @@ def noted():
 
 
 LAYOUTS = [
-    {},
-    {"unroll": False, "remat": "full", "accum": 2},
     {"zero": 4, "data": 2, "stage": 2, "accum": 2, "unroll": False},
+    {"unroll": False, "remat": "full", "accum": 2},
     {"zero": 8, "stage": 3},
     {"zero": 2, "pipe": 2, "stage": 2, "accum": 4},
     {"zero": 2, "pipe": 2, "stage": 1, "accum": 4, "pipeline": {"schedule": "zero_bubble"}},
@@ -164,7 +113,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, [LAYOUTS[2]]), ids=str)
+@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[:1]), ids=str)
 def test_a_step_notes_what_it_saw(layout):
     """Over all layers, micro-batches, stages and devices, the maxima are those of plain JAX on one device.
 
@@ -172,10 +121,8 @@ def test_a_step_notes_what_it_saw(layout):
     it, by one. A part of a divided product is not larger than the whole, so with `tensor` more are off; elsewhere at
     most one in eight is. The weights' maxima are exact.
     """
-    step = make_step("llama", precision=DELAYED, **layout)
-    params = initial("llama")
-    state = step.init(jax.random.key(0), params)
-    weights = largest_weights(params)
+    step, state = started(**layout)
+    weights = largest_weights(initial("llama"))
     for name, largest in weights.items():
         np.testing.assert_array_equal(state.fp8[name][:, 2, 0], above(largest))
         assert not np.asarray(state.fp8[name])[:, :2].any()
@@ -201,39 +148,58 @@ def test_histories_stay_with_their_layers():
     assert all(len(set(above(largest))) > 2 for largest in weights.values())
     found = []
     for layout in ({}, interleaved):
-        step = make_step("four-layers", precision=DELAYED, **layout)
-        state, _ = step(step.init(jax.random.key(0), params), batches("four-layers")[0])
-        for name, history_ in jax.device_get(state.fp8).items():
-            np.testing.assert_array_equal(history_[:, 2, 0], above(weights[name]))
-        found.append(np.stack([history_[:, :2, 0] for _, history_ in sorted(jax.device_get(state.fp8).items())]))
+        step, state = started("four-layers", params, **layout)
+        state, _ = step(state, batches("four-layers")[0])
+        seen = jax.device_get(state.fp8)
+        for name, history in seen.items():
+            np.testing.assert_array_equal(history[:, 2, 0], above(weights[name]))
+        found.append(np.stack([history[:, :2, 0] for _, history in sorted(seen.items())]))
     assert np.abs(np.log2(found[0] / found[1])).max() <= 1  # both round to bfloat16 in places of their own
     assert len(np.unique(np.log2(found[0]).sum(-1))) > 4  # layers differ
 
 
 @pytest.mark.slow
-def test_losses_are_beside_those_of_current_scales():
-    """From the first step on, which knows the weights alone."""
-    step = make_step("llama", precision=DELAYED, zero=2, stage=2)
-    state, losses = step.init(jax.random.key(0), initial("llama")), []
-    for batch in batches("llama"):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    # fp8 itself moves the loss by 1e-4, and other scales round the smallest elements in another way
-    np.testing.assert_allclose(losses, reference("llama")[0][:, 0], rtol=3e-4)
+def test_the_first_step_sees_small_gradients():
+    """Those of a mean over 65,536 tokens; the model's own have 256. None may underflow to zero in a layer of e4m3."""
+    norms = []
+    for section in (FP8["fp8"], SECTION):
+        step, state = started(precision={**FP8, "fp8": {**section, "format": "e4m3"}})
+        scale = dataclasses.replace(state.loss_scale, scale=state.loss_scale.scale / 256)
+        gradients, _ = step.gradients(dataclasses.replace(state, loss_scale=scale), batches("llama")[0])
+        norms.append({name: np.linalg.norm(x) for name, x in kernels(jax.device_get(gradients)).items()})
+    for name, norm in norms[0].items():
+        assert norms[1][name] == pytest.approx(norm, rel=0.05)  # clipped and rounded elements
 
 
-@pytest.mark.parametrize("name", some(["attention/out", "mlp/down"], ["mlp/down"]))  # by default with current scales
-def test_a_step_with_an_infinite_weight_is_skipped(name):
-    """Clipped by a known scale it would look like any other number; the history stays as it was."""
-    step = make_step("llama", precision=DELAYED, zero=2, stage=2, unroll=False)
-    module, part = name.split("/")
-    params = jax.tree.map(np.copy, initial("llama"))
-    params["stack"][module][part]["kernel"].flat[5] = np.inf
-    before = step.init(jax.random.key(0), params)
-    kept = jax.device_get(before.fp8)
-    state, metrics = step(before, batches("llama")[0])
-    assert bool(metrics["skipped"])
-    jax.tree.map(np.testing.assert_array_equal, kept, jax.device_get(state.fp8))
+@pytest.mark.slow
+def test_gradients_alone_move_the_histories():
+    """A loop with an update of its own goes on by the state that `gradients` returns."""
+    (step, state), batch = started(), batches("llama")[0]
+    _, _, moved = step.gradients(state, batch, new_state=True)
+    after, _ = step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved.fp8), jax.device_get(after.fp8))
+
+
+def test_frozen_weights_have_current_scales():
+    frozen = {**DELAYED, "frozen_parameters": ["mlp/"]}
+    excluded = {**frozen, "fp8": {**SECTION, "exclude": ["mlp/down"]}}  # names a frozen one
+    trained = {name for name in KERNELS if "attention" in name}
+    assert make_step("llama", precision=excluded).state_shapes.fp8.keys() == trained
+    step = make_step("llama", precision=frozen, unroll=False)
+    assert step.state_shapes.fp8.keys() == trained
+    step.trace(batches("llama")[0])
+    text = re.sub(r"\s+", " ", report(step))
+    assert "(format hybrid, delayed scales, by 4 steps)" in text
+    assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text
+
+
+@pytest.mark.slow
+def test_a_step_with_frozen_weights():
+    step, state = started(precision={**DELAYED, "frozen_parameters": ["mlp/"]})
+    state, metrics = step(state, batches("llama")[0])
+    assert all(np.asarray(x)[:, :, 0].all() for x in state.fp8.values())
+    # the frozen half is rounded to bfloat16 before it is to fp8; fp8 and bf16 differ by up to 1e-3, as tested elsewhere
+    assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -268,78 +234,51 @@ def histories(engine):
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_as_the_straight_one(tmp_path):
-    straight, resumed = engine(), engine()
-    for batch in BATCHES[:2]:
-        straight.train_batch(batch)
+    straight, resumed, divided = engine(), engine(), engine(pipe=2, data=2, zero=2)
+    straight.train_batch(BATCHES[0])
     straight.save_checkpoint(tmp_path).wait()
-    resumed.load_checkpoint(tmp_path)
-    for _ in range(2):
+    for one in (resumed, divided):
+        one.load_checkpoint(tmp_path)
+        assert all(x[:, :, 0].all() for x in histories(one).values())
+        jax.tree.map(np.testing.assert_array_equal, histories(straight), histories(one))
+    for batch in BATCHES:
         for one in (straight, resumed):
-            one.train_batch(BATCHES[0])
+            one.train_batch(batch)
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(one.state.params) for one in (straight, resumed)))
     jax.tree.map(np.testing.assert_array_equal, histories(straight), histories(resumed))
 
 
-@pytest.mark.slow
-def test_another_layout_reads_the_histories(tmp_path):
-    one, other = engine(), engine(pipe=2, data=2, zero=2)
-    one.train_batch(BATCHES[0])
-    one.save_checkpoint(tmp_path).wait()
-    other.load_checkpoint(tmp_path)
-    assert all(x[:, :, 0].all() for x in histories(other).values())
-    jax.tree.map(np.testing.assert_array_equal, histories(one), histories(other))
-
-
-FORMER = [
-    (recipe, functional) for functional in (False, True) for recipe in (("current", STEPS), ("delayed", 2 * STEPS))
-]
+BOTH = {"stack/up/kernel", "stack/down/kernel"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("former", "functional"), keep(FORMER, [FORMER[2]]), ids=str)
-def test_histories_begin_anew(tmp_path, former, functional, capsys):
-    """After a checkpoint without them, or of another length."""
-    one, other = engine(*former), engine()
+@pytest.mark.parametrize(
+    ("former", "now", "zeros", "why"),
+    [
+        (["current"], [], BOTH, "not in the checkpoint"),
+        (["delayed", 2 * STEPS], [], BOTH, "another fp8.amax_history_len"),
+        (["delayed", STEPS, ["down"]], ["delayed", STEPS, ["up"]], {"stack/down/kernel"}, "not in the checkpoint"),
+        ([], ["current"], set(), None),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_other_histories(tmp_path, capsys, former, now, zeros, why):
+    """Those that it has not begin anew, by the engine and by the functions."""
+    one, other = engine(*former), engine(*now)
     one.train_batch(BATCHES[0])
     one.save_checkpoint(tmp_path).wait()
-    if functional:
-        step = other.step_fn
-        state = jzero.checkpoint.restore(tmp_path, step.state_shardings, shapes=step.state_shapes)
-        assert not any(np.asarray(x).any() for x in state.fp8.values())
-        state, metrics = step(state, BATCHES[0])
-        assert not bool(metrics["skipped"])
-        return
+    step = other.step_fn
+    state = jzero.checkpoint.restore(tmp_path, step.state_shardings, shapes=step.state_shapes)
     other.load_checkpoint(tmp_path)
-    why = "not in the checkpoint" if former[0] == "current" else "another fp8.amax_history_len"
-    assert f"fp8 histories start at zero ({why}): " in capsys.readouterr().out
-    assert not any(x.any() for x in histories(other).values())
+    notice = f"fp8 histories start at zero ({why}): " if why else "fp8 histories"
+    assert (notice in capsys.readouterr().out) == bool(why)
+    for found in (state.fp8, histories(other)):
+        assert {name for name, x in found.items() if not np.asarray(x).any()} == zeros
     other.train_batch(BATCHES[0])
-    assert all(x[:, :, 0].all() and not x[:, :, 1:].any() for x in histories(other).values())
-
-
-@pytest.mark.parametrize("functional", some([False, True], [True]))
-def test_current_scales_need_no_history(tmp_path, functional):
-    one, other = engine(), engine("current")
-    one.train_batch(BATCHES[0])
-    one.save_checkpoint(tmp_path).wait()
-    if functional:
-        step = other.step_fn
-        state = jzero.checkpoint.restore(tmp_path, step.state_shardings, shapes=step.state_shapes)
-        assert state.fp8 == {}
-        return
-    other.load_checkpoint(tmp_path)
-    assert other.global_steps == 1
-    assert other.state.fp8 == {}
-
-
-@pytest.mark.slow
-def test_only_the_history_of_another_choice_starts_at_zero(tmp_path, capsys):
-    one, other = engine(exclude=["down"]), engine(exclude=["up"])
-    one.train_batch(BATCHES[0])
-    one.save_checkpoint(tmp_path).wait()
-    other.load_checkpoint(tmp_path)
-    assert {name: x.any() for name, x in histories(other).items()} == {"stack/down/kernel": False}
-    assert "fp8 histories start at zero (not in the checkpoint): stack/down/kernel" in capsys.readouterr().out
+    assert other.global_steps == 2
+    for name, x in histories(other).items():
+        assert x[:, :, 0].all()
+        assert x[:, :, 1:].any() == (name not in zeros)
 
 
 def test_other_weights_end_a_history(tmp_path, capsys):
@@ -350,50 +289,3 @@ def test_other_weights_end_a_history(tmp_path, capsys):
     one.load_checkpoint(tmp_path, load_module_only=True)
     assert not any(x.any() for x in histories(one).values())
     assert "fp8 histories start at zero (only the weights are read): " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("fp8_format", some(["hybrid", "e4m3"], ["e4m3"]))
-def test_the_first_step_sees_small_gradients(fp8_format):
-    """Those of a mean over 65,536 tokens; the model's own have 256. None may underflow to zero in a layer."""
-    section = {**DELAYED["fp8"], "format": fp8_format}
-    norms = []
-    for recipe in ("current", "delayed"):
-        fp8 = section if recipe == "delayed" else {k: v for k, v in section.items() if k != "amax_history_len"}
-        step = make_step("llama", precision={**DELAYED, "fp8": {**fp8, "recipe": recipe}})
-        state = step.init(jax.random.key(0), initial("llama"))
-        scale = dataclasses.replace(state.loss_scale, scale=state.loss_scale.scale / 256)
-        gradients, _ = step.gradients(dataclasses.replace(state, loss_scale=scale), batches("llama")[0])
-        norms.append({name: np.linalg.norm(x) for name, x in kernels(jax.device_get(gradients)).items()})
-    for name, norm in norms[0].items():
-        assert norms[1][name] == pytest.approx(norm, rel=0.05)  # clipped and rounded elements
-
-
-@pytest.mark.slow
-def test_gradients_alone_move_the_histories():
-    """A loop with an update of its own goes on by the state that `gradients` returns."""
-    step, batch = make_step("llama", precision=DELAYED), batches("llama")[0]
-    state = step.init(jax.random.key(0), initial("llama"))
-    _, _, moved = step.gradients(state, batch, new_state=True)
-    after, _ = step(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved.fp8), jax.device_get(after.fp8))
-
-
-def test_frozen_weights_have_current_scales():
-    frozen = {**DELAYED, "frozen_parameters": ["mlp/"]}
-    excluded = {**frozen, "fp8": {**DELAYED["fp8"], "exclude": ["mlp/down"]}}  # names a frozen one
-    assert make_step("llama", precision=excluded).state_shapes.fp8.keys() == {n for n in KERNELS if "attention" in n}
-    step = make_step("llama", precision=frozen, unroll=False)
-    assert step.state_shapes.fp8.keys() == {name for name in KERNELS if "attention" in name}
-    step.trace(batches("llama")[0])
-    text = re.sub(r"\s+", " ", report(step))
-    assert "(format hybrid, delayed scales, by 4 steps)" in text
-    assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text
-
-
-@pytest.mark.slow
-def test_a_step_with_frozen_weights():
-    step = make_step("llama", precision={**DELAYED, "frozen_parameters": ["mlp/"]})
-    state, metrics = step(step.init(jax.random.key(0), initial("llama")), batches("llama")[0])
-    assert all(np.asarray(x)[:, :, 0].all() for x in state.fp8.values())
-    # the frozen half is rounded to bfloat16 before it is to fp8; fp8 and bf16 differ by up to 1e-3, as tested elsewhere
-    assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)

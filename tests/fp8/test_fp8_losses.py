@@ -22,18 +22,9 @@ def test_a_run_and_its_table(capsys, tmp_path):
 
 
 def test_differences_by_hand():
-    def line(run, seed, *losses):
-        return {"run": run, "seed": seed, "settings": "", "losses": losses}
-
-    text = fp8_losses.table(
-        [
-            line("a", 0, 1.0, 2.0),
-            line("b", 0, 1.1, 2.0),
-            line("a", 1, 1.0, 1.0),
-            line("b", 1, 1.0, 0.9),
-            line("a", 2, 5.0, 5.0),
-        ]
-    )
+    runs = [("a", 0, 1.0, 2.0), ("b", 0, 1.1, 2.0), ("a", 1, 1.0, 1.0), ("b", 1, 1.0, 0.9), ("a", 2, 5.0, 5.0)]
+    lines = [{"run": run, "seed": seed, "settings": "", "losses": losses} for run, seed, *losses in runs]
+    text = fp8_losses.table(lines)
     assert "2 seeds" in text
     assert "| 1 to 2 | 1.2500 | 1.2500 |" in text
     assert re.search(r"b: mean of the last 50 -0.83 % of a's, standard error 4.17, by seed \+3.33 -5.00\n", text)

@@ -1,57 +1,63 @@
-"""Products in fp8 against float64 products of factors that NumPy and ml_dtypes round."""
+"""Casts and products in fp8 against factors that NumPy and ml_dtypes round, and their products in float64."""
 
 from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.sampling import sample
 from jax import lax
+from jax.experimental import pallas as pl
 
-from jzero.kernels.fp8.matmul import fp8_dot_general
-from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
+from jzero.kernels.fp8 import matmul
+from jzero.kernels.fp8.delayed_scaling import bound, zero_counts
+from jzero.kernels.fp8.matmul import cast_pair, fp8_dot_general, identity
+from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, amax, cast8, quantize_weight, scale_of
 from jzero.kernels.fusion.chains import form_of
 
 MOST = {E4M3: 448.0, E5M2: 57344.0}
 TYPES = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 BF16 = 2.0**-8
+PLAIN = "tk,kn->tn"
 
 # letters of x, w and y, as in einsum
 ORDERS = {
-    "x w": "tk,kn->tn",
+    "x w": PLAIN,
     "x w^T": "tk,nk->tn",
-    "w x": "kn,tk->nt",
     "w^T x^T": "nk,kt->nt",
     "heads out": "bsd,dhc->bshc",
     "heads in": "bshc,hcd->bsd",
-    "heads last": "bshc,dhc->bsd",
     "contracted first": "kbs,kn->bsn",
     "weight of heads first": "dhc,bsd->hcbs",
     "reordered": "bchs,hcd->bsd",
 }
-WEIGHTS = {"w x": 0, "w^T x^T": 0, "weight of heads first": 0}
+WEIGHTS = {"w^T x^T": 0, "weight of heads first": 0}
 SIZES = {"t": 12, "k": 16, "n": 20, "b": 2, "s": 6, "d": 24, "h": 4, "c": 8}
 
 
-def rounded(x, dtype):
-    """Multiply by the largest power of two that keeps x in range, round, and divide; in float64."""
+def rounded(x, dtype, scale=None):
+    """Multiply by the largest power of two that keeps x in range, round, and divide; in float64.
+
+    Another scale makes the largest number of what is out of range.
+    """
     x = np.asarray(x, np.float64)
-    scale = 2.0 ** np.floor(np.log2(MOST[dtype] / np.abs(x).max()))
-    return (x * scale).astype(np.float32).astype(TYPES[dtype]).astype(np.float64) / scale
+    scale = scale or 2.0 ** np.floor(np.log2(MOST[dtype] / np.abs(x).max()))
+    x = np.clip(x * scale, -MOST[dtype], MOST[dtype])
+    return x.astype(np.float32).astype(TYPES[dtype]).astype(np.float64) / scale
 
 
-def numbers_of(letters):
+def form_of_letters(letters, weight):
+    """The form of an einsum; letters of both factors and of the result are batch dimensions."""
     (a, b), out = letters.split("->")[0].split(","), letters.split("->")[1]
-    shared = [c for c in a if c in b]
-    assert [c for c in a + b if c not in shared] == list(out)
-    return ((tuple(map(a.index, shared)), tuple(map(b.index, shared))), ((), ()))
+    shared = [c for c in a if c in b and c not in out]
+    batch = [c for c in a if c in b and c in out]
+    numbers = tuple((tuple(map(a.index, cs)), tuple(map(b.index, cs))) for cs in (shared, batch))
+    return form_of(numbers, (len(a), len(b)), weight)
 
 
-def factors(letters, seed=0):
-    rng = np.random.default_rng(seed)
+def factors(letters):
+    rng = np.random.default_rng(0)
     names = (*letters.split("->")[0].split(","), letters.split("->")[1])
     scales = 3.0, 0.02, 1e-4
     drawn = (s * rng.normal(size=[SIZES[c] for c in name]) for s, name in zip(scales, names, strict=True))
@@ -60,9 +66,7 @@ def factors(letters, seed=0):
 
 def jzeros(letters, weight, a, b, g, gradients, trained=True):
     """y and the gradients of both factors."""
-    numbers = numbers_of(letters)
-    form = form_of(numbers, (a.ndim, b.ndim), weight)
-    assert form is not None
+    form = form_of_letters(letters, weight)
 
     @jax.jit
     def run(x, place, g):
@@ -86,7 +90,7 @@ def close(found, expected):
     assert np.linalg.norm(found - expected) < BF16 / 2 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("order", "fp8_format"), sample(product(ORDERS, ["hybrid", "e4m3"]), strength=1))
+@pytest.mark.parametrize(("order", "fp8_format"), zip(ORDERS, ["hybrid", "e4m3"] * 4, strict=True))
 def test_three_products_of_rounded_factors(order, fp8_format):
     letters, weight, gradients = ORDERS[order], WEIGHTS.get(order, 1), GRADIENTS[fp8_format]
     a, b, g = factors(letters)
@@ -100,11 +104,38 @@ def test_three_products_of_rounded_factors(order, fp8_format):
     assert np.linalg.norm(np.asarray(db, np.float64) - exact) > 2 * BF16 * np.linalg.norm(exact)  # the test can fail
 
 
+@pytest.mark.parametrize("letters", [PLAIN, "tk,nk->tn"])
+def test_a_product_by_known_scales(letters):
+    """Both maxima come out as if they were a gradient."""
+    x, w, g = factors(letters)
+    x = x.at[3, 4].set(700.0)  # 448 / 4 is the largest number at this scale
+    known = {"x": 4.0, "g": 2.0**20, "w": 2.0**12}
+
+    def run(x, place, seen):
+        q = quantize_weight(w, (), jnp.bfloat16, E5M2, jnp.array([*known.values()]))
+        return fp8_dot_general(x, q.used(q.x8, place, seen), form_of_letters(letters, 1), jnp.bfloat16, {})
+
+    @jax.jit
+    def both(g, *args):
+        y, pull = jax.vjp(run, *args)
+        return y, *pull(g)
+
+    *found, counts = both(g, x, jnp.zeros_like(w), zero_counts())
+    x8, w8, g8 = rounded(x, E4M3, known["x"]), rounded(w, E4M3, known["w"]), rounded(g, E5M2, known["g"])
+    assert np.abs(x8).max() == 112
+    w8 = w8 if letters == PLAIN else w8.T
+    dw = x8.T @ g8 if letters == PLAIN else g8.T @ x8
+    for one, expected in zip(found, (x8 @ w8, g8 @ w8.T, dw), strict=True):
+        close(one, expected)
+    largest = [np.abs(np.asarray(v, np.float64)).max() for v in (x, g)]
+    np.testing.assert_array_equal(bound(counts), 2.0 ** (np.floor(np.log2(largest)) + 1))
+
+
 def test_a_frozen_weight_has_no_gradient():
-    a, b, g = factors("tk,kn->tn")
-    y, dx, dw = jzeros("tk,kn->tn", 1, a, b, g, E5M2, trained=False)
+    a, b, g = factors(PLAIN)
+    y, dx, dw = jzeros(PLAIN, 1, a, b, g, E5M2, trained=False)
     assert dw is None
-    close(y, np.einsum("tk,kn->tn", rounded(a, E4M3), rounded(b, E4M3)))
+    close(y, np.einsum(PLAIN, rounded(a, E4M3), rounded(b, E4M3)))
     close(dx, np.einsum("tn,kn->tk", rounded(g, E5M2), rounded(b, E4M3)))
 
 
@@ -112,11 +143,7 @@ def test_a_frozen_weight_has_no_gradient():
     "letters", ["btk,bkn->btn", "tkc,knc->tn", "k,k->"], ids=["batch", "weight contracted apart", "no rows"]
 )
 def test_other_products_have_no_form(letters):
-    a, b = letters.split("->")[0].split(",")
-    shared = [c for c in a if c in b and c not in letters.split("->")[1]]
-    batch = [c for c in a if c in b and c not in shared]
-    numbers = tuple((tuple(map(a.index, cs)), tuple(map(b.index, cs))) for cs in (shared, batch))
-    assert form_of(numbers, (len(a), len(b)), 1) is None
+    assert form_of_letters(letters, 1) is None
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -126,34 +153,40 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(dtype):
         scale = float(scale_of(jnp.float32(largest), dtype))
         assert np.log2(scale) == round(np.log2(scale))
         assert float(np.float32(largest)) * scale <= most < 2 * float(np.float32(largest)) * scale
+    for nothing in (0, 1e-38):
+        assert float(scale_of(jnp.float32(nothing), dtype)) == 2.0**100  # and its inverse is a normal bfloat16
+    assert all(np.isnan(scale_of(jnp.float32(x), dtype)) for x in (np.inf, np.nan))
+    assert not np.asarray(cast8(jnp.zeros((4, 4), jnp.bfloat16), scale_of(jnp.float32(0), dtype), dtype)).any()
 
 
-def test_scales_of_nothing_and_of_what_is_not_finite():
-    assert float(scale_of(jnp.float32(0), E4M3)) == 2.0**100  # and its inverse is a normal bfloat16
-    assert float(scale_of(jnp.float32(1e-38), E4M3)) == 2.0**100
-    assert all(np.isnan(scale_of(jnp.float32(x), E5M2)) for x in (np.inf, np.nan))
-    assert not np.asarray(cast8(jnp.zeros((4, 4), jnp.bfloat16), scale_of(jnp.float32(0), E4M3), E4M3)).any()
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("where", ["x", "w", "g"])
+@pytest.mark.parametrize(("where", "value"), [("x", np.nan), ("w", np.inf), ("g", -np.inf)])
 def test_what_is_not_finite_ends_as_nan(where, value):
     """A saturated infinity or NaN would look like any other number; the step must be skipped."""
-    operands = dict(zip("xwg", factors("tk,kn->tn"), strict=True))
+    operands = dict(zip("xwg", factors(PLAIN), strict=True))
     operands[where] = operands[where].at[1, 2].set(value)
-    y, dx, dw = jzeros("tk,kn->tn", 1, *operands.values(), E5M2)
+    y, dx, dw = jzeros(PLAIN, 1, *operands.values(), E5M2)
     for result, of in ((y, "xw"), (dx, "gw"), (dw, "xg")):
         assert bool(jnp.isnan(result).all()) == (where in of)
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_the_largest_element_is_not_finite(value):
+    """A maximum of floating-point numbers may drop NaN."""
+    x = jnp.ones((64, 256)).at[1, 2].set(value)
+    assert not np.isfinite(amax(x))
+    assert not np.isfinite(amax(jnp.ones((64, 256)), x))
+    np.testing.assert_array_equal(np.isfinite(amax(x, axis=(1,))), np.arange(64) != 1)
+    np.testing.assert_array_equal(amax(-x[2:], axis=(0, 1)), 1)
+
+
 def test_zeros_have_zero_products():
-    x, w, g = factors("tk,kn->tn")
-    y, dx, dw = jzeros("tk,kn->tn", 1, jnp.zeros_like(x), w, jnp.zeros_like(g), E5M2)
+    x, w, g = factors(PLAIN)
+    y, dx, dw = jzeros(PLAIN, 1, jnp.zeros_like(x), w, jnp.zeros_like(g), E5M2)
     assert not any(v.any() for v in (y, dx, dw))
 
 
 def test_a_weight_used_otherwise_is_the_rounded_one_with_its_gradient():
-    _, w, _ = factors("tk,kn->tn")
+    _, w, _ = factors(PLAIN)
     stored = quantize_weight(w.astype(jnp.float32), (), jnp.bfloat16, E5M2)
     np.testing.assert_array_equal(np.asarray(stored.dequantized(), np.float64), rounded(w, E4M3))
     place = jnp.zeros(w.shape, jnp.bfloat16)
@@ -173,7 +206,59 @@ def test_gradients_are_summed_exactly():
                 if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
                     yield from precisions(getattr(inner, "jaxpr", inner))
 
-    run = partial(jzeros, "tk,kn->tn", 1, gradients=E5M2)
+    run = partial(jzeros, PLAIN, 1, gradients=E5M2)
     fast, exact = ((lax.Precision[name],) * 2 for name in ("DEFAULT", "HIGHEST"))
-    found = list(precisions(jax.make_jaxpr(run)(*factors("tk,kn->tn")).jaxpr))
+    found = list(precisions(jax.make_jaxpr(run)(*factors(PLAIN)).jaxpr))
     assert found == [fast, exact, exact]  # y, then the two gradients
+
+
+# ---------------------------------------------------------------- casts
+
+
+def swiglu(a, b):
+    return [a * jax.nn.sigmoid(a) * b]
+
+
+def both(a, b, g):
+    """A function with two results of three parts."""
+    return [a * g, b + g]
+
+
+def by_numpy(f, parts):
+    a, *rest = parts
+    if f is swiglu:
+        return [a / (1 + np.exp(-a)) * rest[0]]
+    return [a] if f is identity else [a * rest[1], rest[0] + rest[1]]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "f", "dtype"),
+    [
+        *zip([True] * 3, [identity, swiglu, both], [E4M3, E5M2, E4M3], strict=True),
+        *zip([False] * 3, [identity, swiglu, both], [E5M2, E4M3, E5M2], strict=True),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_cast_its_transpose_and_its_largest_element(kernel, f, dtype, monkeypatch):
+    """By the kernel in Pallas' interpreter, and without it."""
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+    rng, parts, scale = np.random.default_rng(0), {identity: (1,), swiglu: (2,), both: (2, 1)}[f], jnp.float32(4)
+    xs = [jnp.asarray(rng.normal(size=(64, p, 256)), jnp.bfloat16) for p in parts]
+    xs[0] = xs[0].at[33, 0, 200].set(300.0)  # out of e4m3's range at this scale
+    expected = np.concatenate(by_numpy(f, [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]), 1)
+    assert matmul.supports_cast([x.shape for x in xs], expected.shape)
+    for with_amax in (False, True):
+        if kernel:
+            found = matmul.tiled_cast_pair(f, *xs, scale, dtype=dtype, with_amax=with_amax)
+        else:
+            found = cast_pair(f, xs, scale, dtype, with_amax)
+        assert len(found) == 2 + with_amax
+        x8, transposed = (np.asarray(x, np.float32) for x in found[:2])
+        np.testing.assert_array_equal(transposed, x8.T)
+        clipped = np.clip(expected * 4, -MOST[dtype], MOST[dtype]).astype(TYPES[dtype]).astype(np.float32)
+        # exp differs in float32's last digits, so that a number on a border may be rounded to the other side
+        apart = np.mean(x8 != clipped)
+        assert apart == 0 if f is not swiglu else apart < 1e-3
+        np.testing.assert_allclose(x8, clipped, rtol=0.26, atol=1e-6)  # neighbours in e5m2 are up to a quarter apart
+        if with_amax:
+            assert float(found[2]) == pytest.approx(np.abs(expected).max(), rel=1e-6)

@@ -21,8 +21,10 @@ from jzero.run.diagnosis.repeat import Repeat
 from jzero.step.programs import StepInput
 
 E4M3 = {**FP8, "fp8": {**FP8["fp8"], "format": "e4m3"}}
+DELAYED = {**FP8, "fp8": {**FP8["fp8"], "recipe": "delayed", "amax_history_len": 4}}
 ADAPTERS = {**FP8, "trainable_parameters": ["lora_"]}
 TWICE = {"twice": True}  # the weights come as bfloat16
+FROZEN = {**TWICE, "trained": "lora_"}  # so do frozen ones
 
 
 def name_of(value):
@@ -49,10 +51,8 @@ ALONE = [
     ("llama", {}, {"unroll": False, "remat": "full"}),
     ("llama", {}, {"remat": "matmuls"}),
     ("gpt2", {}, {}),
-    ("bert", {}, {}),
     ("mixture", {}, {}),
-    ("more", {}, {}),
-    ("more", {**TWICE, "trained": "lora_"}, {"precision": ADAPTERS}),  # frozen weights are stored in bfloat16
+    ("more", FROZEN, {"precision": ADAPTERS}),
 ]
 
 
@@ -69,23 +69,21 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 HPZ = {"zero_hpz_partition_size": 2}
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+SCANNED = {"zero": 4, "stage": 3, "accum": 2, "remat": "full", "unroll": False}
 WHOLE = [
-    ("llama", {}, {"zero": 2, "stage": 0}),
     ("llama", {}, {"zero": 2, "stage": 1, "unroll": False}),
     ("llama", {}, {"zero": 4, "data": 2, "stage": 2, "accum": 2}),
     ("llama", {}, {"zero": 8, "stage": 3}),
-    ("llama", {}, {"zero": 4, "stage": 3, "accum": 2, "remat": "full", "unroll": False}),
-    ("llama", {}, {"zero": 4, "stage": 3, "remat": "matmuls"}),
+    ("llama", {}, SCANNED),
     ("llama", {}, {"zero": 4, "stage": 3, "zero_section": HPZ}),
     ("llama", TWICE, {"zero": 2, "stage": 2, "zero_section": OFFLOAD}),
-    ("four-layers", {}, {"zero": 2, "pipe": 2, "stage": 2, "accum": 4}),
     ("four-layers", {}, {"zero": 2, "pipe": 2, "stage": 3, "accum": 4, "pipeline": ZERO_BUBBLE}),
     ("four-layers", TWICE, {"zero": 2, "pipe": 2, "stage": 2, "accum": 4, "pipeline": INTERLEAVED}),
-    ("more", {**TWICE, "trained": "lora_"}, {"zero": 4, "stage": 3, "precision": ADAPTERS}),
+    ("more", FROZEN, {"zero": 4, "stage": 3, "precision": ADAPTERS}),
 ]
 
 
-@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [WHOLE[4]]), ids=name_of)
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [("llama", {}, SCANNED)]), ids=name_of)
 def test_layouts_that_divide_no_product(name, oracle, layout):
     """Gradients are reduced and summed in bfloat16, each sum rounded to 2^-9 of its size."""
     gradients, expected, bf16, metrics = _run(name, oracle, layout)
@@ -96,12 +94,10 @@ def test_layouts_that_divide_no_product(name, oracle, layout):
 
 DIVIDED = [
     ("llama", {"zero": 2, "tensor": 2, "stage": 3}),
-    ("llama", {"context": 2, "stage": 2}),
     ("llama", {"zero": 2, "tensor": 2, "context": 2, "stage": 2, "unroll": False}),
     ("llama", {"tensor": 2, "pipe": 2, "zero": 2, "stage": 1, "accum": 4}),
     ("llama", {"zero": 2, "tensor": 2, "stage": 3, "regather": True, "accum": 2}),
     ("mixture", {"expert": 2, "zero": 2, "stage": 3}),
-    ("gpt2", {"tensor": 2, "stage": 0}),
 ]
 
 
@@ -128,14 +124,6 @@ def test_four_bits_of_gradients_beside_it():
     np.testing.assert_allclose(fp8[:, 1], bf16[:, 1], rtol=1e-2)
 
 
-def test_losses_stay_beside_those_in_bf16():
-    """The oracles' own, for three steps: fp8 moves the loss by 1e-4 and the gradient's norm by 2e-3."""
-    (fp8, _), (bf16, _) = reference("llama"), reference("llama", None)
-    difference = np.abs(fp8 / bf16 - 1).max(0)
-    assert 0 < difference[0] < 1e-3
-    assert 0 < difference[1] < 1e-2
-
-
 @pytest.mark.slow
 def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     """A search for what is not finite must compute what the step computed. Text is generated in bf16."""
@@ -159,14 +147,19 @@ def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     assert step.generate(state, batch["inputs"][:8], 2, numpy=True).shape == (8, 10)
 
 
-@pytest.mark.parametrize("name", keep(["attention/out", "mlp/gate_up", "mlp/down"], ["mlp/down"]))
-def test_a_step_with_an_infinite_weight_is_skipped(name):
+SKIPPED = [("current", "mlp/down"), ("current", "attention/out"), ("delayed", "mlp/down")]
+
+
+@pytest.mark.parametrize(("recipe", "name"), keep(SKIPPED, SKIPPED[:1]))
+def test_a_step_with_an_infinite_weight_is_skipped(recipe, name):
     """Even where it is the only one: fp8 has no infinity, and the largest number of e4m3 would look like any other."""
-    step = make_step("llama", precision=FP8, zero=2, stage=3, unroll=False)
+    precision = FP8 if recipe == "current" else DELAYED
+    step = make_step("llama", precision=precision, zero=2, stage=3, unroll=False)
     module, part = name.split("/")
     params = jax.tree.map(np.copy, initial("llama"))
     params["stack"][module][part]["kernel"].flat[5] = np.inf
-    state, metrics = step(step.init(jax.random.key(0), params), batches("llama")[0])
+    state = step.init(jax.random.key(0), params)
+    before = jax.device_get((state.params, state.fp8))
+    state, metrics = step(state, batches("llama")[0])
     assert bool(metrics["skipped"])
-    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(jax.device_get(state.params)), strict=True):
-        np.testing.assert_array_equal(before, after)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, state.fp8)))

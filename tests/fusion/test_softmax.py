@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cuda import needs_cuda_compiler
-from helpers.sampling import keep
 from jax.experimental import pallas as pl
+from test_fused import compiled, on_gpu
 
-import jzero
 from jzero.kernels import softmax
 from jzero.pipeline.vocab_parallel import cross_entropy
 from jzero.planner import gpu_devices
@@ -19,9 +17,14 @@ from jzero.planner import gpu_devices
 EPS = {jnp.float32: 2e-6, jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 
 
-def rows(*shape, dtype, seed=0):
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+
+
+def rows(*shape, dtype):
     """Logits, labels of which every fourth is ignored, and gradients."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     labels = rng.integers(0, shape[-1], shape[:-1])
     labels.reshape(-1)[::4] = -1
     logits = jnp.asarray(4 * rng.normal(size=shape), dtype)
@@ -46,68 +49,63 @@ BY_ROWS = jax.jit(softmax.row_sums), jax.jit(softmax.row_gradient)
 IN_TILES = jax.jit(lambda *args: tuple(softmax.tiled_sums(*args))), jax.jit(lambda *a: softmax.tiled_gradient(*a)[0])
 
 
-def by_kernels(monkeypatch):
-    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
-    return IN_TILES
-
-
-def check(functions, logits, labels, size, g):
-    sums, gradient = functions
+def check(logits, labels, size, g):
+    """By rows, and by the kernels in Pallas' interpreter."""
     size = jnp.int32(size)
-    highest, total, picked = sums(logits, labels, size)
     expected_highest, log_total, expected_picked, expected = exact(logits, labels, int(size), g)
-    np.testing.assert_array_equal(np.asarray(highest, np.float64), expected_highest)
-    np.testing.assert_allclose(jnp.log(total), log_total, rtol=1e-6, atol=2e-6)
-    np.testing.assert_array_equal(np.asarray(picked, np.float64), expected_picked)
-    dx = gradient(logits, labels, size, highest, jnp.log(total), g)
-    assert dx.dtype == logits.dtype
-    eps = EPS[logits.dtype.type]
-    np.testing.assert_allclose(np.asarray(dx, np.float64), expected, rtol=2 * eps, atol=1e-5 * eps + 1e-7)
-
-
-SHAPES = [((3, 1), 1), ((5, 7), 7), ((2, 3, 8), 5), ((7, 1000), 999), ((2, 4104), 4097), ((3, 8192), 8192)]
+    for sums, gradient in (BY_ROWS, IN_TILES):
+        highest, total, picked = sums(logits, labels, size)
+        np.testing.assert_array_equal(np.asarray(highest, np.float64), expected_highest)
+        np.testing.assert_allclose(jnp.log(total), log_total, rtol=1e-6, atol=2e-6)
+        np.testing.assert_array_equal(np.asarray(picked, np.float64), expected_picked)
+        dx = gradient(logits, labels, size, highest, jnp.log(total), g)
+        assert dx.dtype == logits.dtype
+        eps = EPS[logits.dtype.type]
+        np.testing.assert_allclose(np.asarray(dx, np.float64), expected, rtol=2 * eps, atol=1e-5 * eps + 1e-7)
 
 
 # In half precision one shape within a tile and one beyond it, both with padding.
 @pytest.mark.parametrize(
     ("shape", "size", "dtype"),
     [
-        *((*shape, jnp.float32) for shape in SHAPES),
-        *((*shape, dtype) for shape in (SHAPES[2], SHAPES[4]) for dtype in (jnp.bfloat16, jnp.float16)),
+        ((3, 1), 1, jnp.float32),
+        ((5, 7), 7, jnp.float32),
+        ((2, 3, 8), 5, jnp.float32),
+        ((2, 4104), 4097, jnp.float32),
+        ((3, 8192), 8192, jnp.float32),
+        ((2, 3, 8), 5, jnp.bfloat16),
+        ((2, 4104), 4097, jnp.bfloat16),
+        ((2, 4104), 4097, jnp.float16),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
-def test_against_float64(shape, size, dtype, monkeypatch):
-    given = rows(*shape, dtype=dtype)
-    check(BY_ROWS, *given[:2], size, given[2])
-    check(by_kernels(monkeypatch), *given[:2], size, given[2])
+def test_against_float64(shape, size, dtype):
+    logits, labels, g = rows(*shape, dtype=dtype)
+    check(logits, labels, size, g)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize("width", [40, 8200])
-def test_rows_that_are_not_finite_stay_alone(bad, width, monkeypatch):
+@pytest.mark.parametrize(("bad", "width"), [(np.nan, 40), (np.inf, 8200), (-np.inf, 40), (-np.inf, 8200)], ids=str)
+def test_rows_that_are_not_finite_stay_alone(bad, width):
     """A NaN or +inf makes its own row NaN; -inf is a logit with probability 0, also at the start of a row."""
     logits, labels, g = rows(4, width, dtype=jnp.bfloat16)
     logits, size = logits.at[1, : max(1, width - 100)].set(bad), jnp.int32(width)
-    for sums, gradient in (BY_ROWS, by_kernels(monkeypatch)):
+    for sums, gradient in (BY_ROWS, IN_TILES):
         highest, total, _ = sums(logits, labels, size)
         dx = gradient(logits, labels, size, highest, jnp.log(total), g)
-        whole = [0, 1, 2, 3] if bad == -np.inf else [0, 2, 3]
+        kept = [0, 1, 2, 3] if bad == -np.inf else [0, 2, 3]
         _, log_total, _, of_logits = exact(logits, labels, width, g)
-        np.testing.assert_allclose(jnp.log(total)[np.array(whole)], log_total[whole], rtol=1e-6)
-        assert np.isfinite(np.asarray(dx, np.float32)[whole]).all()
-        np.testing.assert_allclose(np.asarray(dx, np.float64)[whole], of_logits[whole], rtol=2**-7, atol=1e-6)
-        assert len(whole) == 4 or (np.isnan(total[1]) and np.isnan(np.asarray(dx, np.float32)[1]).all())
+        np.testing.assert_allclose(jnp.log(total)[np.array(kept)], log_total[kept], rtol=1e-6)
+        assert np.isfinite(np.asarray(dx, np.float32)[kept]).all()
+        np.testing.assert_allclose(np.asarray(dx, np.float64)[kept], of_logits[kept], rtol=2**-7, atol=1e-6)
+        assert len(kept) == 4 or (np.isnan(total[1]) and np.isnan(np.asarray(dx, np.float32)[1]).all())
 
 
-@pytest.mark.parametrize("offset", [0, 1e3, 1e5, 1e7, -1e7])
-@pytest.mark.parametrize("width", [40, 8200])
-def test_a_row_far_from_zero(offset, width, monkeypatch):
+@pytest.mark.parametrize(("offset", "width"), [(0, 8200), (1e3, 40), (1e7, 8200), (-1e7, 40)])
+def test_a_row_far_from_zero(offset, width):
     """Only differences of logits count; a sum of maximum and logarithm would be rounded as numbers of its size are."""
     logits, labels, g = rows(4, width, dtype=jnp.float32)
     logits = logits + jnp.float32(offset)
-    check(BY_ROWS, logits, labels, width - 1, g)
-    check(by_kernels(monkeypatch), logits, labels, width - 1, g)
+    check(logits, labels, width - 1, g)
     highest, log_total, picked, dx = exact(logits, labels, width, g)
     losses, pull = jax.vjp(jax.jit(softmax.row_losses), logits, labels)
     counted = np.asarray(labels) >= 0
@@ -115,16 +113,13 @@ def test_a_row_far_from_zero(offset, width, monkeypatch):
     np.testing.assert_allclose(pull(g)[0], dx, rtol=4e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("width", [40, 8200])
-def test_a_row_of_which_every_logit_is_masked(width, monkeypatch):
+@pytest.mark.parametrize(("width", "dtype"), [(40, jnp.float32), (8200, jnp.bfloat16)])
+def test_a_row_of_which_every_logit_is_masked(width, dtype):
     """By the lowest finite number, as is usual: the probabilities are equal."""
     _, labels, g = rows(4, width, dtype=jnp.float32)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        logits = jnp.full((4, width), jnp.finfo(dtype).min, dtype)
-        check(BY_ROWS, logits, labels, width, g)
-        check(by_kernels(monkeypatch), logits, labels, width, g)
-        losses = jax.jit(softmax.row_losses)(logits, labels)
-        np.testing.assert_allclose(losses[1:], np.log(width), rtol=1e-6)
+    logits = jnp.full((4, width), jnp.finfo(dtype).min, dtype)
+    check(logits, labels, width, g)
+    np.testing.assert_allclose(jax.jit(softmax.row_losses)(logits, labels)[1:], np.log(width), rtol=1e-6)
 
 
 def test_a_row_in_which_no_column_counts():
@@ -164,21 +159,16 @@ def test_what_the_kernel_does_not_take():
     assert softmax._kernel([shaped((4, 64))], [], gpu_devices("t4", 1)[0]) is None
 
 
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("V", keep([1000, 5008, 8192], [5008]))
-def test_a_loss_on_a_gpu_is_two_kernels(V):
+@on_gpu
+def test_a_loss_on_a_gpu_is_two_kernels(monkeypatch):
     """And nothing else reads or writes an array as wide as the logits, but the products."""
-    whole = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices("h100", 1)), jax.P())
-    x, head = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in [(2, 64, 128), (128, V)])
-    labels = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=whole)
+    monkeypatch.undo()
+    V = 5008
 
-    @jax.jit
     def step(x, head, labels):
         return jax.value_and_grad(lambda x, head: cross_entropy(x, head, labels, vocab_size=V - 3).sum, (0, 1))(x, head)
 
-    text = step.lower(x, head, labels).compile().as_text()
+    text = compiled(step, (2, 64, 128), (128, V), ((2, 64), jnp.int32))
     kernels = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/(softmax_\w+)', text)
     assert sorted(kernels) == ["softmax_gradient", "softmax_sums"]
     loops = rf"\[(?:2,64|128),{V}\].* fusion\(.*kind=k(?:Loop|Input)"
