@@ -111,75 +111,51 @@ def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
     assert "model.norm.weight" in load_file(tmp_path / "named-out" / "model.safetensors")
 
 
-EOS, COUNTER = 7, {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                   "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
-                   "bos_token_id": 1, "pad_token_id": 0, "attention_dropout": 0.25}  # fmt: skip
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "chat_template.jinja", "generation_config.json")
 
 
 @pytest.fixture
-def counter(tmp_path):
-    """The directory of a Llama that answers each token with the next number, and of its tokenizer."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COUNTER, eos_token_id=EOS))
-    with torch.no_grad():
-        for name, x in made.named_parameters():
-            x.fill_(1.0 if "norm" in name else 0.0)
-        made.model.embed_tokens.weight[:, :16] = torch.eye(16)
-        made.lm_head.weight[:, :16] = torch.eye(16).roll(1, 0)
-    made.generation_config.update(eos_token_id=EOS, max_length=64)
-    made.save_pretrained(tmp_path / "download")
-    plain = Tokenizer(models.WordLevel({f"n{i}": i for i in range(16)}, unk_token="n0"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=f"n{EOS}")
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    tokenizer.save_pretrained(tmp_path / "download")
-    (tmp_path / "download" / "vocab.txt").write_text("a word")
-    (tmp_path / "download" / "notes.md").write_text("stays")
+def download(tmp_path):
+    """The directory of a small Llama, with a tokenizer's files, and of what stays."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1,
+        eos_token_id=7, pad_token_id=0, max_position_embeddings=96, attention_dropout=0.25,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "download")
+    for name in (*COMPANIONS, "notes.md"):
+        (tmp_path / "download" / name).write_text(f'{{"of": "{name}"}}')
     return tmp_path / "download"
 
 
+def of_download(directory, **changes):
+    shape = config_from_hf(directory, **changes)
+    made = step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
+    return jzero.Engine(made, jax.random.key(0), params=weights.load(directory, made) if not changes else None)
+
+
 @pytest.mark.parametrize("way", ["export", "save_16bit_model of merged adapters"])
-def test_a_download_goes_back_with_its_config_and_tokenizer(counter, tmp_path, way):
-    """Generation stops at the eos token of the download, and its tokenizer is there."""
-    import torch
-    import transformers
-
-    shape = config_from_hf(counter, **({} if way == "export" else {"lora": LoRAConfig(r=2)}))
-    there = step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
-    made = jzero.Engine(there, jax.random.key(0), params=weights.load(counter, there))
-    before, out = json.loads((counter / "config.json").read_text()), tmp_path / "out"
+def test_a_download_goes_back_with_its_config_and_tokenizer(download, tmp_path, way):
     if way == "export":
-        exported(made, tmp_path)
+        out = exported(of_download(download), tmp_path)
     else:
-        made.save_16bit_model(out)
-    assert names(out) == names(counter) - {"notes.md"}
-    after, keys = json.loads((out / "config.json").read_text()), before.keys() - {"dtype"}
-    assert {key: after.get(key) for key in keys} == {key: before[key] for key in keys}
-
-    prompt = transformers.AutoTokenizer.from_pretrained(out)("n3 n4", return_tensors="pt").input_ids
-
-    def answer():
-        found = transformers.AutoModelForCausalLM.from_pretrained(out)
-        text = found.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
-        return text[0].tolist()
-
-    assert answer() == [*range(3, EOS + 1)]
-    if way == "export":
-        (out / "generation_config.json").unlink()
-        assert answer() == [*range(3, EOS + 1)]  # by the eos token of config.json
+        out = tmp_path / "out"
+        of_download(download, lora=LoRAConfig(r=2)).save_16bit_model(out)
+    assert names(out) == {"config.json", "model.safetensors", *COMPANIONS}
+    assert all((out / name).read_bytes() == (download / name).read_bytes() for name in COMPANIONS)
+    before, after = (json.loads((path / "config.json").read_text()) for path in (download, out))
+    del before["dtype"]
+    assert {key: after.get(key) for key in before} == before
 
 
-def test_a_download_that_has_gone(counter, tmp_path, capsys):
-    shape = config_from_hf(counter, rope_theta=77.0)
-    there = step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)))
-    counter.rename(tmp_path / "elsewhere")
-    out = exported(jzero.Engine(there, jax.random.key(0)), tmp_path)
-    assert f"{counter} is not there any more: copy its tokenizer and generation files to" in capsys.readouterr().out
+def test_a_download_that_has_gone(download, tmp_path, capsys):
+    made = of_download(download, rope_theta=77.0)
+    download.rename(tmp_path / "elsewhere")
+    out = exported(made, tmp_path)
+    assert f"{download} is not there any more: copy its tokenizer and generation files to" in capsys.readouterr().out
     assert names(out) == {"config.json", "model.safetensors"}
     config = json.loads((out / "config.json").read_text())
-    assert (config["eos_token_id"], config["max_position_embeddings"]) == (EOS, 96)
+    assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 96)
     # what was changed is not the download's
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 77.0
 
