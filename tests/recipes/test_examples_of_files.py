@@ -41,7 +41,7 @@ def write(path, *lines):
     return path
 
 
-FORMS = [*product(SAMPLES, ["jsonl"]), ("chat", "parquet"), ("preferences", "datasets")]
+FORMS = [*product(SAMPLES, ["jsonl"]), ("chat", "parquet"), ("text", "datasets"), ("preferences", "train")]
 
 
 @pytest.mark.parametrize(("kind", "form"), FORMS)
@@ -53,6 +53,7 @@ def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
     else:
         datasets = pytest.importorskip("datasets")
         data = datasets.Dataset.from_list([SAMPLES[kind]] * 2)
+        data = datasets.DatasetDict({"train": data}) if form == "train" else data
         data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
     found = read_examples(path)
     assert (found.kind, len(found.samples), found.name) == (kind, 2, path.name)
