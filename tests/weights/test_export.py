@@ -177,6 +177,9 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
 
     says("(it has no file 'latest')", tmp_path, out)
     says("global_step9 does not exist", path, out, "--tag", "global_step9")
+    (tmp_path / "broken" / "a").mkdir(parents=True)
+    (tmp_path / "broken" / "latest").write_text("a")
+    says("not complete", tmp_path / "broken", out)
     for name in ("ocdbt.process_0/d", "d"):
         for file in damaged.glob(f"*/state/{name}/*"):
             file.write_bytes(file.read_bytes()[:1])

@@ -53,8 +53,8 @@ def in_mxfp4(name, x, random):
 
 def in_fp8(name, x, random):
     elements = (x.astype("f4") * 300).astype(ml_dtypes.float8_e4m3fn)
-    scales = random.uniform(1e-3, 5e-3, [-(-n // 128) for n in x.shape]).astype("f4")
-    return {name: elements}, {f"{name}_scale_inv": scales}, of_blocks(elements, scales)
+    scales = random.uniform(1e-3, 5e-3, [-(-n // 128) for n in x.shape]).astype("f2" if "o_proj" in name else "f4")
+    return {name: elements}, {f"{name}_scale_inv": scales}, of_blocks(elements, scales.astype("f4"))
 
 
 def make(name, pack, quantization, directory):
@@ -112,12 +112,11 @@ def test_an_export_has_no_packed_matrices(mxfp4, tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=lambda x: np.dtype(x).name)
-def test_windows_of_a_large_matrix(dtype, tmp_path):
+def test_windows_of_a_large_matrix(tmp_path):
     """Qwen3's scales are bfloat16. Decoding 16 Mi elements takes less than their bytes, and 8 times as much before."""
     generator = np.random.default_rng(0)
     elements = generator.integers(0, 0x7F, (4096, 4096), np.uint8).view(ml_dtypes.float8_e4m3fn)
-    scales = generator.uniform(1e-3, 5e-3, (32, 32)).astype(dtype)
+    scales = generator.uniform(1e-3, 5e-3, (32, 32)).astype(ml_dtypes.bfloat16)
     save_file({"w": elements, "w_scale_inv": scales}, tmp_path / "model.safetensors")
     *_, file = unpacked_fp8([File.open(tmp_path / "model.safetensors")])
     found, box = np.empty(elements.shape, ml_dtypes.bfloat16), (slice(0, 4096), slice(0, 4096))
