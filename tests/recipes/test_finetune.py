@@ -1,18 +1,18 @@
 """`jzero finetune` lowers the loss on every kind of sample, and writes what `transformers` and peft load."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.refusals import refuses
 
 from jzero import cli
 from jzero.config import Config
 from jzero.errors import ConfigError
+from jzero.launcher import options
 from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.precision import settle_precision
 from jzero.recipes import choices
@@ -31,15 +31,12 @@ transformers = pytest.importorskip("transformers")
 COLORS = {"snow": "white", "grass": "green", "coal": "black", "the sky": "blue", "a lemon": "yellow", "blood": "red"}
 ASKED = [(f"Color of {thing}? ({i})", f"{thing} is {color}.") for thing, color in COLORS.items() for i in range(8)]
 SAMPLES = {
-    "text": [{"text": f"{question} {answer}"} for question, answer in ASKED],
-    "completions": [{"prompt": question, "completion": answer} for question, answer in ASKED],
-    "chat": [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in ASKED
-    ],
-    "preferences": [
-        {"prompt": question, "chosen": f"{answer} Friend!", "rejected": answer} for question, answer in ASKED
-    ],
+    "text": lambda question, answer: {"text": f"{question} {answer}"},
+    "completions": lambda question, answer: {"prompt": question, "completion": answer},
+    "chat": lambda question, answer: {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    },
+    "preferences": lambda question, answer: {"prompt": question, "chosen": f"{answer} Friend!", "rejected": answer},
 }
 
 
@@ -61,7 +58,7 @@ def directory(tmp_path_factory):
 def data(tmp_path):
     def write(kind):
         path = tmp_path / f"{kind}.jsonl"
-        path.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES[kind]))
+        path.write_text("".join(json.dumps(SAMPLES[kind](*asked)) + "\n" for asked in ASKED))
         return path
 
     return write
@@ -69,16 +66,14 @@ def data(tmp_path):
 
 def torch_loss(model, kind):
     """The loss of whole samples as `transformers` computes it."""
-    tokenizer = byte_tokenizer()
-
-    def text(sample):
+    tokenizer, losses = byte_tokenizer(), []
+    for asked in ASKED[::6]:
+        sample = SAMPLES[kind](*asked)
         if kind == "chat":
-            return tokenizer.apply_chat_template(sample["messages"], tokenize=False)
-        return sample["text"] if kind == "text" else sample["prompt"] + sample.get("completion", sample.get("chosen"))
-
-    losses = []
-    for sample in SAMPLES[kind][::6]:
-        tokens = torch.tensor([tokenizer(text(sample), add_special_tokens=False)["input_ids"]])
+            text = tokenizer.apply_chat_template(sample["messages"], tokenize=False)
+        else:
+            text = "".join(sample.values())
+        tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
         with torch.no_grad():
             losses.append(float(model(tokens, labels=tokens).loss))
     return np.mean(losses)
@@ -87,9 +82,8 @@ def torch_loss(model, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("text", "full"), ("completions", "full"), ("chat", "lora"), ("chat", "full"), ("preferences", "full"),
-     ("preferences", "lora"), ("chat", "qlora")],
-)  # fmt: skip
+    [("text", "full"), ("completions", "full"), ("chat", "lora"), ("preferences", "lora"), ("chat", "qlora")],
+)
 def test_loss_falls_and_the_model_loads(kind, method, directory, data, tmp_path, capsys):
     out = tmp_path / "out"
     options = {"out": out, "method": method, "steps": 24, "evaluations": 3, "lr": 3e-3 if method == "full" else 1e-2}
@@ -126,8 +120,7 @@ def test_the_samples_of_a_gpt2_have_its_positions(data, tmp_path):
     transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     tuned = finetune(str(tmp_path), data("text"), out=tmp_path / "out", method="full", steps=2, length=48)
-    assert len(tuned.samples) == 3
-    assert all(len(text) <= 24 for _, text in tuned.samples)  # a token is a byte
+    assert [len(text) <= 24 for _, text in tuned.samples] == [True] * 3  # a token is a byte
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert model.config.n_positions == 48
 
@@ -157,10 +150,9 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
     monkeypatch.setattr(choices, "choose_fit", choose_fit)
     arguments = {"out": tmp_path / "out", "batch": 8, "method": "full", "memory": "4 MiB"}
     said = r"full does not fit: 9\.00 MiB of 4\.00 MiB per device; --method lora fits, peak 2\.00 MiB per device; "
-    with pytest.raises(ConfigError, match=said + "--method qlora fits"):
-        finetune(str(directory), data("text"), **arguments)
-    with pytest.raises(ConfigError, match=r"does not fit: 9\.00 MiB of 1\.00 MiB per device; shorter rows"):
-        finetune("llama:tiny", data("text"), **{**arguments, "memory": "1 MiB"})
+    refuses(lambda: finetune(str(directory), data("text"), **arguments), said + "--method qlora fits")
+    said = r"does not fit: 9\.00 MiB of 1\.00 MiB per device; shorter rows"
+    refuses(lambda: finetune("llama:tiny", data("text"), **arguments | {"memory": "1 MiB"}), said)
 
 
 @pytest.mark.parametrize(
@@ -169,21 +161,15 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"method": "qlor"}, "--method qlor: must be one of full, lora, qlora"),
         ({"steps": 0}, "--steps 0: must be at least 1"),
         ({"held_out": 1.0}, "--held_out 1.0: must be a share"),
-        ({"epochs": 0}, "--epochs 0: must be positive"),
         ({"batch": 3}, "--batch 3: must be a multiple of the 8 devices"),
         ({"batch": 800}, "smaller than the"),
         ({"micro_batch": 5, "batch": 16}, "--micro_batch 5: must divide the 2 rows"),
         ({"config": {"optimizr": {}}}, "optimizer"),
         ({"config": {"train_batch_size": 8}}, "--config has train_batch_size: give it as --batch"),
-        ({"config": {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}}, "optimizer.params.lr: give it as --lr"),
-        ({"config": {"activation_checkpointing": {"policy": "full"}}}, "give it as --recompute"),
         ({"lr": 0.0}, "--lr 0.0: must be positive"),
         ({"beta": float("nan")}, "--beta nan: must be positive"),
-        ({"memory": "lots"}, "--memory = 'lots': must be a size such as 5GB"),
-        ({"memory": "40"}, "--memory = '40': must be a size such as 5GB, 500MB or 1GiB; did you mean 40GB?"),
         ({"memory": 40}, "did you mean 40GB?"),
         ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
-        ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"lenght": 3}, "lenght: not an option; did you mean 'length'?"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
     ],
@@ -195,30 +181,26 @@ def test_options_that_cannot_be(options, words, directory, data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_length_beyond_the_models_positions_is_said(directory, data, tmp_path):
+def test_a_length_beyond_the_models_positions_is_said(directory, tmp_path):
     start = starting_point(str(directory), None)
-    samples = Examples("text", [{"text": "hello, world. " * 100}] * 40, "x")
     for length, words in ((1024, "as asked, beyond the model's max_position_embeddings 512"), (512, "as asked")):
-        assert choices.encode_rows(start, samples, Options(out=tmp_path, length=length))[1] == words
+        assert choices.encode_rows(start, TEXTS, Options(out=tmp_path, length=length))[1] == words
 
 
 def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "model" / "config.json").touch()
+    for path in ("full/file", "run/model/config.json"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    chat = data("chat")
     for words, said in (
-        (["none/none", data("chat")], "none/none: no such directory, and not in the cache"),
-        (
-            ["qwen3-9b", data("chat")],
-            "model 'qwen3-9b' is unknown: must be a directory with config.json, a hub id",
-        ),
-        (["qwen3-8b", data("chat"), "--method", "qlora"], "--method qlora: qwen3-8b has no weights to quantise"),
+        (["none/none", chat], "none/none: no such directory, and not in the cache"),
+        (["qwen3-9b", chat], "model 'qwen3-9b' is unknown: must be a directory with config.json, a hub id"),
+        (["qwen3-8b", chat, "--method", "qlora"], "--method qlora: qwen3-8b has no weights to quantise"),
         ([directory, tmp_path / "none.jsonl"], "none.jsonl: no such file or directory"),
-        ([directory, data("chat"), "--out", tmp_path / "full"], "exists and is not an empty directory"),
-        ([tmp_path / "full", data("chat")], "full/config.json: no such file or directory\n"),
-        ([tmp_path / "run", data("chat")], f"no such file or directory; {tmp_path / 'run' / 'model'} has one"),
-        ([data("chat"), "llama:tiny"], f"swapped? jzero finetune llama:tiny {data('chat')}"),
+        ([directory, chat, "--out", tmp_path / "full"], "exists and is not an empty directory"),
+        ([tmp_path / "full", chat], "full/config.json: no such file or directory\n"),
+        ([tmp_path / "run", chat], f"no such file or directory; {tmp_path / 'run' / 'model'} has one"),
+        ([chat, "llama:tiny"], f"swapped? jzero finetune llama:tiny {chat}"),
     ):
         assert cli.main(["finetune", *map(str, words)]) == 2
         error = capsys.readouterr().err
@@ -231,49 +213,36 @@ SHAPE = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hid
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+TEXTS = Examples("text", [{"text": "hello, world. " * 400}], "x")
+
+
 @pytest.mark.parametrize(
     ("family", "more", "modules"),
     [
         ("phi3", {}, ("o_proj", "down_proj")),
         ("glm4", {"head_dim": 8}, (*QKVO, "down_proj")),
-        ("starcoder2", {}, QKVO),
         ("mixtral", {}, QKVO),
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, QKVO),
     ],
 )
 def test_adapters_are_at_the_matrices_of_the_family(family, more, modules, tmp_path):
     shape = config_from_hf({"model_type": family, **SHAPE, **more})
     start = StartingPoint(family, shape, byte_tokenizer(), tmp_path)
-    found = choices.choose(start, Examples("text", [{"text": "hello, world. " * 400}], "x"), Options(out=tmp_path))
+    found = choices.choose(start, TEXTS, Options(out=tmp_path))
     assert found.shape.lora.target_modules == modules
     assert f"--method lora: adapters of --rank 16 at {', '.join(modules)}" in found.lines
-    assert {name.split("/")[-2] for name in names_of(found.model) if "lora_a" in name} == set(modules)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(found.model.init, jax.random.key(0)))
+    assert {path[-2].key for path, _ in leaves if path[-1].key == "lora_a"} == set(modules)
 
 
-def names_of(model):
-    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, jax.random.key(0)))
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-
-
-def test_a_family_without_such_matrices_names_the_other_method(tmp_path):
-    shape = config_from_hf({"model_type": "gpt_neox", **{**SHAPE, "max_position_embeddings": 64}})
-    with pytest.raises(ConfigError, match="use --method full"):
-        choices.adapted(StartingPoint("neox", shape, byte_tokenizer(), tmp_path))
-
-
-def test_other_models_are_refused(tmp_path):
-    config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-    config |= {"intermediate_size": 64, "vocab_size": 258, "max_position_embeddings": 64, "type_vocab_size": 2}
+def test_models_that_cannot_be_tuned(tmp_path):
+    neox = config_from_hf({"model_type": "gpt_neox", **SHAPE, "max_position_embeddings": 64})
+    refuses(lambda: choices.adapted(StartingPoint("neox", neox, byte_tokenizer(), tmp_path)), "use --method full")
+    mixtral = config_from_hf({"model_type": "mixtral", **SHAPE})
+    refuses(lambda: PreferenceDecoder(mixtral, rngs=nnx.Rngs(0)), "tunes no mixture of experts")
     byte_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="is a bert: jzero finetune tunes decoders; see"):
-        starting_point(str(tmp_path), None)
-
-
-def test_preferences_of_a_mixture_are_refused():
-    shape = config_from_hf({"model_type": "mixtral", **SHAPE})
-    with pytest.raises(ConfigError, match="tunes no mixture of experts"):
-        PreferenceDecoder(shape, rngs=nnx.Rngs(0))
+    bert = {"model_type": "bert", **SHAPE, "max_position_embeddings": 64, "type_vocab_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    refuses(lambda: starting_point(str(tmp_path), None), "is a bert: jzero finetune tunes decoders; see")
 
 
 def test_a_rate_stays_when_the_config_has_another_optimizer():
@@ -289,11 +258,11 @@ H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NV
 @pytest.mark.parametrize(
     ("given", "on_a_t4", "on_an_h100"),
     [
-        ({}, "fp16", "bf16"), ({"seed": 1}, "fp16", "bf16"),
+        ({}, "fp16", "bf16"),
         ({"fp16": {"enabled": True}}, "fp16", "fp16"), ({"bf16": {"enabled": True}}, "bf16", "bf16"),
         ({"fp16": {"enabled": True}, "bf16": {"check_grad_overflow": False}}, "fp16", "fp16"),
         ({"fp16": {"enabled": "auto"}}, "fp16", "bf16"), ({"fp16": {"initial_scale_power": 12}}, "fp16", "bf16"),
-        ({"fp16": {"loss_scale": 128}}, "fp16", "bf16"), ({"bf16": {"check_grad_overflow": False}}, "fp16", "bf16"),
+        ({"bf16": {"check_grad_overflow": False}}, "fp16", "bf16"),
         ({"fp16": {"enabled": False}}, "fp32", "bf16"), ({"bf16": {"enabled": False}}, "fp16", "fp16"),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32", "fp32"),
     ],
@@ -305,22 +274,7 @@ def test_the_half_precision_is_the_devices(given, on_a_t4, on_an_h100):
         assert settle_precision(Config.load(made), {"w": np.zeros(2, np.float32)}, device)[0].precision == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "qlora"])
-def test_fp16_scales_the_loss_and_learns(method, directory, data, tmp_path, monkeypatch, capsys):
-    """As on a T4: the devices are said to be fast in fp16 alone."""
-    monkeypatch.setattr("jzero.precision._fast", lambda device: ("fp16",))
-    options = {"method": method, "steps": 24, "evaluations": 3, "lr": 3e-3 if method == "full" else 1e-2}
-    options |= {"config": {"mesh": {"tensor": 2}}} if method == "qlora" else {}
-    tuned = finetune(str(directory), data("text"), out=tmp_path / "out", **options)
-    assert tuned.held_out[tuned.best] < tuned.held_out[0] - 0.05
-    printed = capsys.readouterr().out
-    assert 'fp16.enabled "auto": fp16, since' in printed
-    assert "loss scale dynamic" in printed
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 40, 90])
+@pytest.mark.parametrize("steps", [1, 2, 90])
 def test_no_step_is_taken_at_rate_zero(steps):
     """The warm-up is a line through 0 before the first step; the cosine ends after the last."""
     section = choices.warmup_cosine(2e-4, steps)
@@ -357,34 +311,20 @@ class Losses:
 def test_losses_that_are_not_finite(monkeypatch, tmp_path):
     """The first stops the run; a later one is never the best."""
     monkeypatch.setattr("jzero.recipes.finetune.DataLoader", lambda *args, **options: [0])
-    rows = Examples("text", [{"text": "hello, world. " * 40}], "x").rows(byte_tokenizer(), 32, 258, True)
-    made = choices.Choices({}, None, config_from_hf({"model_type": "llama", **SHAPE}), rows, np.arange(1), np.arange(2),
-                           3, [])  # fmt: skip
+    rows, shape = TEXTS.rows(byte_tokenizer(), 32, 258, True), config_from_hf({"model_type": "llama", **SHAPE})
+    made = choices.Choices({}, None, shape, rows, np.arange(1), np.arange(2), 3, [])
     arguments = made, np.zeros((len(rows), 2)), Options(out=tmp_path, evaluations=3)
-    with pytest.raises(ConfigError, match="held-out loss is nan before the first step"):
-        train(Losses([np.nan]), *arguments)
+    refuses(lambda: train(Losses([np.nan]), *arguments), "held-out loss is nan before the first step")
     engine = Losses([2.0, np.nan, 1.0, -np.inf])
     train(engine, *arguments)
     assert engine.saved == ["best", "best", "last"]
 
 
 def test_the_command_has_every_option():
-    from jzero.launcher import options
-
     parsed = options.parse_other("finetune", ["m", "d", "--steps", "3", "--no_pack", "--lr", "1e-3"])
     assert vars(parsed) == {"model": "m", "data": "d", "steps": 3, "pack": False, "lr": 1e-3}
     names = {settings.get("dest", flags[0].lstrip("-")) for flags, settings in options.FINETUNE}
     assert names == set(Options.__dataclass_fields__)
-
-
-@pytest.mark.slow
-def test_without_pytorch_nothing_advises_to_install_it():
-    code = (
-        "import sys; sys.modules['torch'] = None; "
-        "from jzero.recipes.starting_point import starting_point; starting_point('llama:tiny', None)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert "PyTorch" not in done.stderr
 
 
 def test_models_by_name(directory):
@@ -394,6 +334,5 @@ def test_models_by_name(directory):
     assert starting_point("llama:tiny", None).shape.num_layers == 4
     assert starting_point("moe:mixtral-8x7b", None).shape.mixture.num_experts == 8
     assert starting_point("gpt2:xl", None).shape.max_positions == 1024
-    with pytest.raises(ConfigError, match=r"model 'tiny' is unknown: must be .*; did you mean 'llama:tiny'\?"):
-        starting_point("tiny", None)
+    refuses(lambda: starting_point("tiny", None), r"model 'tiny' is unknown: .*; did you mean 'llama:tiny'\?")
     assert starting_point("qwen3-0.6b", str(directory)).tokenizer.chat_template == byte_tokenizer().chat_template

@@ -13,15 +13,13 @@ EACH = {"none": 100, "matmuls": 40, "full": 10}  # bytes of a row, besides 100 o
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The steps that were compiled; their memory is linear in the micro-batch."""
+    """(the steps that were compiled, the function that makes one); memory is linear in the micro-batch."""
     tried = []
 
     def make(config):
-        case = config[MICRO], config["activation_checkpointing"]["policy"]
-        tried.append(case)
-        peak = 100 + case[0] * EACH[case[1]]
-        lowered = SimpleNamespace(compile=lambda: peak)
-        return SimpleNamespace(lower=lambda batch: lowered), None
+        tried.append((config[MICRO], config["activation_checkpointing"]["policy"]))
+        peak = 100 + tried[-1][0] * EACH[tried[-1][1]]
+        return SimpleNamespace(lower=lambda batch: SimpleNamespace(compile=lambda: peak)), None
 
     monkeypatch.setattr(fitting, "memory", lambda peak, step: SimpleNamespace(peak=peak))
     return tried, make

@@ -16,6 +16,14 @@ pytest.importorskip("transformers")
 PAIRS = [{"prompt": f"{i}?", "chosen": f" {i + 1}, my friend", "rejected": f" {i + 1}"} for i in range(8)]
 
 
+SGD = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+
+
+def step_of(shape, config, mesh=None):
+    model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
+    return jzero.make_train_step(model, config, mesh=mesh)
+
+
 def log_probabilities(module, rows):
     """Sum those of the tokens with a label, with plain Flax and NumPy in float64: [pairs, 2]."""
     sides = []
@@ -41,9 +49,7 @@ def test_the_loss_is_trls():
     params = [model.init(jax.random.key(seed)) for seed, model in enumerate(models)]
     policy, reference = (log_probabilities(model.module(p), rows) for model, p in zip(models, params, strict=True))
     margins = 0.1 * ((policy[:, 0] - policy[:, 1]) - (reference[:, 0] - reference[:, 1]))
-    model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
-    settings = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    step = jzero.make_train_step(model, settings)
+    step = step_of(shape, SGD)
     batch = {**rows, "reference": reference.astype(np.float32)}
     loss, metrics = step.evaluate(step.init(jax.random.key(0), params[0]), batch)
     assert abs(margins).max() > 0.01
@@ -61,19 +67,12 @@ def test_dpo_in_a_pipeline():
     batch = {"reference": rng.normal(-20, 5, (8, 2)).astype(np.float32)}
     for side in SIDES:
         tokens = rng.integers(0, 256, (8, 13)).astype(np.int32)
-        labels = np.where(np.arange(12) < 5, -1, tokens[:, 1:])
-        batch[side] = {"inputs": tokens[:, :-1], "labels": labels}
+        batch[side] = {"inputs": tokens[:, :-1], "labels": np.where(np.arange(12) < 5, -1, tokens[:, 1:])}
     found = []
-    for axes, stage, micro_batches in (({"zero": 1}, 0, 1), ({"pipe": 2, "zero": 2}, 3, 2)):
-        settings = {
-            "train_batch_size": 8,
-            "gradient_accumulation_steps": micro_batches,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        }
-        mesh = jzero.make_mesh(**axes, devices=jax.devices()[: 1 if stage == 0 else 4])
-        model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
-        step = jzero.make_train_step(model, settings, mesh=mesh)
+    for axes, stage, micro_batches, devices in (({"zero": 1}, 0, 1, 1), ({"pipe": 2, "zero": 2}, 3, 2, 4)):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = SGD | {"gradient_accumulation_steps": micro_batches, "zero_optimization": zero}
+        step = step_of(shape, config, jzero.make_mesh(**axes, devices=jax.devices()[:devices]))
         state = step.init(jax.random.key(0))
         for _ in range(2):
             state, metrics = step(state, batch)

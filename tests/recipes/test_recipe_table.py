@@ -20,11 +20,6 @@ def named(recipes):
     return [pytest.param(recipe, id=recipe.name) for recipe in recipes]
 
 
-def test_each_has_its_own_name():
-    names = [recipe.name for recipe in RECIPES]
-    assert len(set(names)) == len(names)
-
-
 @pytest.mark.parametrize("recipe", named(RECIPES))
 def test_configs_are_valid_and_figures_are_plausible(recipe):
     """A run takes all its tokens; a GPU has no more memory than it has, nor computes faster than its peak in bf16."""
@@ -66,44 +61,22 @@ def test_a_search_finds_none_more_than_5_percent_faster(recipe, monkeypatch):
     assert importlib.import_module("recipes").searched(recipe).config == recipe.config
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--serch", RECIPES[0].name], "unrecognized arguments: --serch"),
-        ([RECIPES[0].name], "unrecognized arguments"),
-        (["--plan", RECIPES[0].name, "nosuch"], "argument --plan: invalid choice: 'nosuch'"),
-        (["--search"], "argument --search: expected at least one argument"),
-        (["--plan", RECIPES[0].name, "--search", RECIPES[0].name], "not allowed with argument --plan"),
-    ],
-)
-def test_the_script_refuses_what_it_does_not_know(words, problem, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    script = importlib.import_module("recipes")
-    known = [recipe.name for recipe in RECIPES]
-    assert script.parse(["--search", known[1]], known) == ([known[1]], script.searched)
-    assert script.parse([], known)[0] == []
-    with pytest.raises(SystemExit) as ended:
-        script.parse(words, known)
-    assert ended.value.code == 2
-    assert problem in capsys.readouterr().err
-
-
 def test_the_table_has_every_size_and_every_number_of_gpus():
-    """Each model on each number of GPUs, but 1B, which needs no second host."""
+    """Each model on each number of GPUs, but 1B, which needs no second host; each recipe with its own name."""
     for model in {recipe.model for recipe in RECIPES}:
         gpus = {recipe.gpus for recipe in RECIPES if recipe.model == model}
         assert gpus == ({1, 2, 8} if model == "llama3.2-1b" else {1, 2, 8, 16, 64}), model
-    tuned = {recipe.model for recipe in RECIPES if recipe.method != "pretrain"}
-    pretrained = {recipe.model for recipe in RECIPES if recipe.method == "pretrain"}
-    assert len(tuned | pretrained) == len(tuned & pretrained) == 5
+    for tuned in (True, False):
+        assert len({recipe.model for recipe in RECIPES if (recipe.method != "pretrain") == tuned}) == 5
+    assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
 
 
 def test_the_command_lists_them_and_prints_a_config(capsys):
     assert cli.main(["recipes", "--price", "3"]) == 0
     printed = capsys.readouterr().out
-    assert all(recipe.name in printed for recipe in RECIPES)
-    recipe = RECIPES[0]
-    assert f"${recipe.hours * recipe.gpus * 3:,.0f}" in printed
+    for recipe in RECIPES:
+        assert recipe.name in printed
+        assert f"${recipe.hours * recipe.gpus * 3:,.0f}" in printed
     assert cli.main(["recipes", "--price", "-1"]) == 2
     assert "--price -1.0: must be a number of dollars" in capsys.readouterr().err
     assert cli.main(["recipes", recipe.name]) == 0

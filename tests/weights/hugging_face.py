@@ -73,10 +73,7 @@ FAMILIES = {
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
-    ),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     "qwen3": ("Qwen3", WIDE),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
     "qwen2_moe": ("Qwen2Moe", {**GATED, "norm_topk_prob": False, "shared_expert_intermediate_size": 40}),
@@ -101,9 +98,8 @@ FAMILIES = {
     ),
     "gemma": ("Gemma", WIDE),
     "gemma2": (
-        "Gemma2",
-        {**WIDE, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0,
-         "final_logit_softcapping": 9.0},
+        "Gemma2", {**WIDE, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0,
+                   "final_logit_softcapping": 9.0},
     ),
     "gemma3": ("Gemma3", {**WIDE, **MIXED, "query_pre_attn_scalar": 24, "rope_parameters": NESTED}),
     "phi3": (

@@ -69,40 +69,42 @@ def test_a_whole_file(tmp_path):
     assert them == us
 
 
-@pytest.mark.parametrize(
-    ("blob", "words"),
-    [
-        (packed(GOOD | {"a": F32 | {"data_offsets": [-8, 0]}}), "contains '-8': must be an integer from 0"),
-        (packed({"a": F32, "b": F32}, DATA[:8]), "begins at byte 0, where 8 bytes are described before it"),
-        (packed({"a": F32 | {"data_offsets": [4, 12]}}, DATA[:12]), "a begins at byte 4, where 0 bytes"),
-        (packed({"a": F32 | {"data_offsets": [8, 0]}}, DATA[:8]), "a begins at byte 8"),
-        (packed('{"a": %s, "a": %s}' % ((json.dumps(F32),) * 2), DATA[:8]), "has 'a' twice"),
-        (packed(json.dumps(GOOD).replace("[2]", "[2.0]")), "contains '2.0': must be an integer"),
-        (packed(json.dumps(GOOD).replace("[2]", "[true, 2]")), "a has shape [True, 2]: must be a list of integers"),
-        (packed({"a": F32 | {"shape": "2"}}, DATA[:8]), "a has shape '2': must be a list of integers"),
-        (packed({"a": F32 | {"data_offsets": [0]}}, DATA[:8]), "a has data_offsets [0]: must be two integers"),
-        (packed({"a": F32 | {"shape": [2**63, 4, 0], "data_offsets": [0, 0]}}, b""), "more than 2**64 bytes"),
-        (packed({"a": F32 | {"shape": [3]}}, DATA[:8]), "a has 8 bytes, which does not match F32 [3]"),
-        (packed({"a": F32 | {"dtype": "F" * 10**6}}, DATA[:8]), "a has the unsupported dtype 'FFFF"),
-        (packed({"a": F32 | {"dtype": ["F32"]}}, DATA[:8]), "a has the unsupported dtype ['F32']"),
-        (packed({"a": 3}, b""), "a must have data_offsets, dtype, shape; it has 3"),
-        (packed({"n" * 10**6: F32}, DATA[:8]), "has the name 'nnnn"),
-        (packed({"a\nb": F32}, DATA[:8]), r"has the name 'a\nb': must be printable"),
-        (packed('{"a":' * 10**5 + "}" * 10**5), "nested too deeply"),
-        (packed("[" * 10**5 + "]" * 10**5), "nested too deeply"),
-        (packed("[]"), "its header is not a JSON object"),
-        (packed('{"__metadata__": {"x": "\\ud800"}}', b""), "surrogates not allowed"),
-        (packed({"__metadata__": {"x": 1}}, b""), "__metadata__ = {'x': 1}: must map names to strings"),
-        (packed('{"a": NaN}'), "contains 'NaN'"),
-        (packed("{" + " " * 9 + '"a": 1' + "0" * 10**6 + "}"), "contains '10000"),
-        (packed(json.dumps(GOOD).encode("utf-16")), "'utf-8' codec can't decode byte"),
-        (packed(GOOD, DATA + b"x"), "the rest belongs to no tensor"),
-        (packed(GOOD, DATA[:-1]), "it is truncated"),
-        ((10**18).to_bytes(8, "little") + b"{}", "its header is longer than the file"),
-        (b"abc", "its header is longer than the file"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+def of_a(data=DATA[:8], **changes):
+    """A file whose only tensor is wrong."""
+    return packed({"a": F32 | changes}, data)
+
+
+FAULTS = [
+    (packed(GOOD | {"a": F32 | {"data_offsets": [-8, 0]}}), "contains '-8': must be an integer from 0"),
+    (packed({"a": F32, "b": F32}, DATA[:8]), "begins at byte 0, where 8 bytes are described before it"),
+    (of_a(DATA[:12], data_offsets=[4, 12]), "a begins at byte 4, where 0 bytes"),
+    (packed('{"a": %s, "a": %s}' % ((json.dumps(F32),) * 2), DATA[:8]), "has 'a' twice"),
+    (packed(json.dumps(GOOD).replace("[2]", "[2.0]")), "contains '2.0': must be an integer"),
+    (packed('{"a": NaN}'), "contains 'NaN'"),
+    (packed("{" + " " * 9 + '"a": 1' + "0" * 10**6 + "}"), "contains '10000"),
+    (of_a(shape=[True, 2]), "a has shape [True, 2]: must be a list of integers"),
+    (of_a(shape="2"), "a has shape '2': must be a list of integers"),
+    (of_a(data_offsets=[0]), "a has data_offsets [0]: must be two integers"),
+    (of_a(b"", shape=[2**63, 4, 0], data_offsets=[0, 0]), "more than 2**64 bytes"),
+    (of_a(shape=[3]), "a has 8 bytes, which does not match F32 [3]"),
+    (of_a(dtype="F" * 10**6), "a has the unsupported dtype 'FFFF"),
+    (of_a(dtype=["F32"]), "a has the unsupported dtype ['F32']"),
+    (packed({"a": 3}, b""), "a must have data_offsets, dtype, shape; it has 3"),
+    (packed({"n" * 10**6: F32}, DATA[:8]), "has the name 'nnnn"),
+    (packed({"a\nb": F32}, DATA[:8]), r"has the name 'a\nb': must be printable"),
+    (packed("[" * 10**5 + "]" * 10**5), "nested too deeply"),
+    (packed("[]"), "its header is not a JSON object"),
+    (packed('{"__metadata__": {"x": "\\ud800"}}', b""), "surrogates not allowed"),
+    (packed({"__metadata__": {"x": 1}}, b""), "__metadata__ = {'x': 1}: must map names to strings"),
+    (packed(json.dumps(GOOD).encode("utf-16")), "'utf-8' codec can't decode byte"),
+    (packed(GOOD, DATA + b"x"), "the rest belongs to no tensor"),
+    (packed(GOOD, DATA[:-1]), "it is truncated"),
+    (b"abc", "its header is longer than the file"),
+    ((10**18).to_bytes(8, "little") + b"{}", "its header is longer than the file"),
+]
+
+
+@pytest.mark.parametrize(("blob", "words"), FAULTS, ids=[words for _, words in FAULTS])
 def test_each_fault(tmp_path, blob, words):
     them, us = agree(tmp_path / "x.safetensors", blob)
     assert words in str(us)
@@ -118,31 +120,27 @@ def test_a_header_of_more_than_100_mb_is_not_read(tmp_path):
 
 
 BITS = ["", '"', "{", "}", "[", "]", ",", "0", "-", "1e1", "\\", "\\ud800", " ", "\0", "é"]
+ODD = [-1, 0, 1, 7, 8, 12, 13, 2**31, 2**63, 2**64, 1.5, 2.0, 1e300, True, None, "F64", "", [], [2], {}, "x" * 50]
 
 
 def mutated(chance):
-    """A file with one to three faults: in its values, in the header's text, in its bytes."""
-    odd = [-1, 0, 1, 7, 8, 12, 13, 2**31, 2**63, 2**64, 1.5, 2.0, 1e300, True, None, "F64", "", [], [2], {}, "x" * 50]
+    """A file with up to four faults: in its values, in the header's text, in its bytes."""
     head = json.loads(json.dumps(GOOD))
     for _ in range(chance.choice([0, 0, 1, 2])):
         entry = head[chance.choice("abc")]
-        if not entry or not isinstance(entry, dict):
-            continue
-        key, value = chance.choice(sorted(entry)), copy.copy(chance.choice(odd))
+        key, value = chance.choice(sorted(entry)), copy.copy(chance.choice(ODD))
         if isinstance(entry[key], list) and entry[key] and chance.random() < 0.7:
             entry[key][chance.randrange(len(entry[key]))] = value
         else:
             entry[key] = value
-        if chance.random() < 0.1:
-            head[chance.choice(["a", "d", "__metadata__"])] = value
     text = json.dumps(head)
     if chance.random() < 0.1:
         text = text.replace(chance.choice(['"b"', '"dtype"', '"shape"']), chance.choice(['"a"', '"shape"']))
-    for _ in range(chance.choice([0, 0, 0, 1])):
+    if chance.random() < 0.25:
         at = chance.randrange(len(text))
         text = text[:at] + chance.choice(BITS) + text[at + chance.randrange(3) :]
-    blob = bytearray(packed(text, DATA[: chance.choice([13, 13, 13, 12, 8])] + bytes(chance.choice([0, 0, 1]))))
-    for _ in range(chance.choice([0, 0, 0, 1])):
+    blob = bytearray(packed(text, DATA[: chance.choice([13, 13, 13, 12, 8])]))
+    if chance.random() < 0.25:
         blob[chance.randrange(len(blob))] = chance.randrange(256)
     return bytes(blob[: chance.choice([len(blob)] * 5 + [chance.randrange(len(blob))])])
 
@@ -157,7 +155,6 @@ def test_mutated_headers(tmp_path, number):
     assert both > number / 50
     # jzero alone refuses doubled names, fields that the format does not have, and an entry that is not an object.
     assert [us for us in stricter if "twice" not in us and "must have data_offsets" not in us] == []
-    print(f"{number} files: {both} read by both, {len(stricter)} by the package alone")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "bfloat16", "float32", "int64"])
@@ -176,29 +173,23 @@ def test_a_checksum_is_the_same_for_every_division(dtype):
         assert checksum_of(other.view(x.dtype).reshape(x.shape), (0, 0, 0), x.shape) != expected
 
 
+BAD_NAME = "is not the name of a file in its directory"
 ELSEWHERE = {
-    "../x.safetensors": "'../x.safetensors' is not the name of a file in its directory",
-    "/etc/passwd": "'/etc/passwd' is not the name of a file in its directory",
-    **{name: "is not the name" for name in ("..", "", "a/x.safetensors", "x\0.safetensors", "x" * 10**6)},
+    **dict.fromkeys(("../x.safetensors", "/etc/passwd", "..", "", "a/x.safetensors", "x\0", "x" * 10**6), BAD_NAME),
     "absent.safetensors": "absent.safetensors: No such file",
     "directory": "it is not a regular file",
     3: "TypeError",
-    ("x",): "TypeError",
 }
 
 
-@pytest.mark.parametrize(("name", "words"), ELSEWHERE.items(), ids=lambda value: str(value)[:20])
-def test_an_index_that_points_elsewhere(tmp_path, name, words):
+@pytest.mark.parametrize("name", [*ELSEWHERE, None], ids=lambda name: str(name)[:20])
+def test_an_index_that_points_elsewhere(tmp_path, name):
     (tmp_path / "x.safetensors").write_bytes(packed(GOOD))
     (tmp_path / "copy" / "directory").mkdir(parents=True)
-    index = tmp_path / "copy" / "model.safetensors.index.json"
-    for text, expected in (
-        (json.dumps({"weight_map": {"a": name}}), words),
-        ('{"weight_map":' * 10**5, "is not an index of safetensors files: RecursionError"),
-    ):
-        index.write_text(text)
-        with pytest.raises(jzero.ConfigError) as error:
-            weights.load(tmp_path / "copy", step(One()))
-        assert expected in str(error.value)
-        assert len(str(error.value)) < 500
-        assert "\n" not in str(error.value)
+    text = json.dumps({"weight_map": {"a": name}}) if name is not None else '{"weight_map":' * 10**5
+    (tmp_path / "copy" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(jzero.ConfigError) as error:
+        weights.load(tmp_path / "copy", step(One()))
+    assert ELSEWHERE.get(name, "is not an index of safetensors files: RecursionError") in str(error.value)
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)

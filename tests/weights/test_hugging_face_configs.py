@@ -7,22 +7,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hugging_face import (
-    BERT,
-    DECODER,
-    GPT2,
-    KINDS,
-    LLAMA3,
-    NESTED,
-    TEXT,
-    VIT,
-    V,
-    step_from,
-    step_of,
-    torch,
-    torch_model,
-    transformers,
-)
+from helpers.refusals import refuses
+from hugging_face import BERT, DECODER, GPT2, KINDS, LLAMA3, NESTED, TEXT, VIT, V, step_from, step_of, torch_model
+from hugging_face import transformers as hf
 from safetensors.numpy import load_file, save_file
 
 import jzero
@@ -41,6 +28,12 @@ def decoder(config):
     return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
 
 
+def written(config):
+    """The config.json of an export."""
+    table = decoder(config).weights_layout()
+    return {**table["download"]["config"], **table["config"]}
+
+
 def test_files_of_transformers_4():
     """Before version 5, RoPE's settings lay at the top level, and Gemma 3 named its pattern."""
     old = {**TINY, "rope_theta": 100.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
@@ -57,37 +50,25 @@ def test_files_of_transformers_4():
     assert config_from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0}).window == 5
 
 
+# family -> its former name of a tensor, and a tensor that is not read
 OLD = {
-    "gpt2": lambda key: key.removeprefix("transformer."),
-    "bert": lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+    "gpt2": (lambda key: key.removeprefix("transformer."), "h.0.attn.bias"),
+    "bert": (
+        lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+        "bert.pooler.dense.weight",
+    ),
 }
-EXTRA = {"gpt2": "h.0.attn.bias", "bert": "bert.pooler.dense.weight"}
 
 
 @pytest.mark.parametrize("name", OLD)
 def test_names_of_the_first_downloads(name, tmp_path):
     torch_model(name).save_pretrained(tmp_path)
-    step = step_from(name)
+    step, (former, extra) = step_from(name), OLD[name]
     new, file = weights.load(tmp_path, step), tmp_path / "model.safetensors"
-    found = {OLD[name](key): x for key, x in load_file(file).items()}
+    found = {former(key): x for key, x in load_file(file).items()}
     assert found.keys() != load_file(file).keys()
-    save_file(found | {EXTRA[name]: np.ones(2, np.float32)}, file)
+    save_file(found | {extra: np.ones(2, np.float32)}, file)
     jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, step), new)
-
-
-def test_falcon_3():
-    """The files of Falcon 3 are Llama's: the config.json of the 7B."""
-    falcon = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False,
-        "head_dim": 256, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 23040, "rope_theta": 1000042,
-        "max_position_embeddings": 32768, "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06, "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 131072,
-    }  # fmt: skip
-    config = config_from_hf(falcon)
-    assert (config.head_dim, config.rope_theta, config.tied, config.window) == (256, 1000042, False, None)
-    with torch.device("meta"):
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**falcon))
-    assert config.num_parameters == made.num_parameters()
 
 
 def test_the_labels_of_other_classes_do_not_go_back():
@@ -103,10 +84,9 @@ def test_the_labels_of_other_classes_do_not_go_back():
 def test_special_tokens_outside_of_a_smaller_vocabulary_do_not_go_back(family):
     """transformers refuses a padding token that its table of embeddings does not have."""
     tokens = {"bos_token_id": 1, "eos_token_id": [2, 60], "pad_token_id": 60}
-    table = decoder(config_from_hf({**TINY, "model_type": family, **tokens}, vocab_size=16)).weights_layout()
-    found = {**table["download"]["config"], **table["config"]}
+    found = written(config_from_hf({**TINY, "model_type": family, **tokens}, vocab_size=16))
     assert [found[key] for key in IDS] == [1, [2], None]
-    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**found))
+    hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(**found))
 
 
 def test_a_mixture_that_transformers_lacks():
@@ -115,45 +95,40 @@ def test_a_mixture_that_transformers_lacks():
     assert decoder(config).weights_layout() is None
     expected = "weights in files have jzero's own names: LlamaForCausalLM has no qk_norm='shared'"
     assert expected in jzero.report(step_of(config))
-    with pytest.raises(jzero.ConfigError, match="family = 'lama': must be one of llama"):
-        decoder(config_from_hf(TINY, family="lama")).weights_layout()
 
 
-@pytest.mark.parametrize(("asked", "balance"), [(None, 0.0), (False, 0.0), (True, 0.9)])
+@pytest.mark.parametrize(("asked", "balance"), [(None, 0.0), (True, 0.9)])
 def test_the_balance_loss_of_a_download(asked, balance):
     """Of GPT-OSS: 0.9 without `output_router_logits`, where transformers adds no loss."""
     there = {**TINY, "model_type": "gpt_oss", "router_aux_loss_coef": 0.9, "output_router_logits": asked}
     config = config_from_hf(there)
     assert config.mixture.balance == balance
-    table = decoder(config).weights_layout()
-    assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
+    assert config_from_hf(written(config)) == config
     assert config_from_hf({**there, "model_type": "llama4_text", "num_experts_per_tok": 1}).mixture.balance == 0.0
 
 
+OLD_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 ROPES = {
-    "none": {}, "null": {"rope_scaling": None},
+    "none": {},
+    "null": {"rope_scaling": None},
     "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0}},
-    "old yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
-    "new yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0, "factor": 8.0,
-                                     "original_max_position_embeddings": 64}},
-}  # fmt: skip
+    "old yarn": {"rope_scaling": OLD_YARN},
+    "new yarn": {"rope_parameters": {**OLD_YARN, "rope_theta": 10.0}},
+}
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_the_rope_of_gpt_oss(name):
     """Without keys it is YaRN, in the default of transformers' class."""
-    there = {**TINY, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8}
-    config = config_from_hf({**there, **ROPES[name]})
-    theirs = transformers.GptOssConfig(**{key: x for key, x in there.items() if key != "model_type"}, **ROPES[name])
-    rope = transformers.models.gpt_oss.modeling_gpt_oss.GptOssRotaryEmbedding(theirs)
+    there = {**TINY, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8, **ROPES[name]}
+    config = config_from_hf(there)
     found = frequencies(8, config.rope_theta, config.rope_scaling, 16)
-    np.testing.assert_allclose(found.frequency, rope.inv_freq.numpy(), rtol=1e-6)
-    assert found.magnitude == pytest.approx(rope.attention_scaling)
-    table = decoder(config).weights_layout()
-    written = {**table["download"]["config"], **table["config"]}
-    assert config_from_hf(written) == config
-    rope = transformers.models.gpt_oss.modeling_gpt_oss.GptOssRotaryEmbedding(transformers.GptOssConfig(**written))
-    np.testing.assert_allclose(found.frequency, rope.inv_freq.numpy(), rtol=1e-6)
+    assert config_from_hf(written(config)) == config
+    for keys in (there, written(config)):
+        theirs = hf.GptOssConfig(**{key: x for key, x in keys.items() if key != "model_type"})
+        rope = hf.models.gpt_oss.modeling_gpt_oss.GptOssRotaryEmbedding(theirs)
+        np.testing.assert_allclose(found.frequency, rope.inv_freq.numpy(), rtol=1e-6)
+        assert found.magnitude == pytest.approx(rope.attention_scaling)
 
 
 def test_the_bias_of_a_download_stays(tmp_path):
@@ -164,16 +139,13 @@ def test_the_bias_of_a_download_stays(tmp_path):
     assert config_from_hf({**there, "model_type": "deepseek_v2", "num_experts_per_tok": 2}).mixture.bias_rate is None
 
 
-LEFT_OUT = {"attention_dropout": 0.1, "aux_loss_alpha": 0.001}
-
-
 def test_what_is_left_out_is_reported():
     there = {**TINY, "model_type": "deepseek_v2", "num_experts_per_tok": 2}
 
     def notes(**keys):
         return decoder(config_from_hf(there | keys)).report_notes(np.dtype("f4"))
 
-    for key, x in LEFT_OUT.items():
+    for key, x in {"attention_dropout": 0.1, "aux_loss_alpha": 0.001}.items():
         assert any(line.startswith(f"{key} = {x}: ") for line in notes(**{key: x}))
     assert notes(seq_aux=True, attention_dropout=0.0) == notes()
     assert not any(" = " in line for line in notes())
@@ -190,66 +162,50 @@ def test_a_name_in_the_hubs_cache(tmp_path, monkeypatch):
     step = jzero.make_train_step(model, {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     found, expected = (weights.load(name, step) for name in ("some/model", cached / "snapshots/0123"))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    with pytest.raises(jzero.ConfigError, match=r"some/other: no such directory; .*hf download some/other"):
-        from_hf("some/other")
+    refuses(lambda: from_hf("some/other"), "^some/other: no such directory; .*hf download some/other --local-")
 
-
-# ------------------------------------------------------------------------------------------- mistakes
 
 DEEPSEEK = {**TINY, "model_type": "deepseek_v3", "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4}
-GROUPS = (
-    {"topk_method": "foo"}, {"n_group": 5}, {"topk_group": None, "n_group": 3}, {"topk_group": 5}, {"topk_group": 0},
-    {"num_experts_per_tok": 9, "topk_group": 2}, {"n_group": 12}, {"topk_method": "greedy"},
-    {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
-    {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "topk_group": None},
-)  # fmt: skip
 
 
-@pytest.mark.parametrize("change", GROUPS, ids=str)
-def test_groups_of_experts_that_do_not_fit(change):
-    """Of DeepSeek-V2 and V3: one error that names the three keys and what is allowed."""
-    there = {**DEEPSEEK, "topk_method": "noaux_tc", "topk_group": 2, **change}
-    allowed = "noaux_tc" if there["model_type"] == "deepseek_v3" else "greedy or group_limited_greedy"
-    words = (
-        f"topk_method = '{there['topk_method']}', n_group = {there['n_group']}, topk_group = .*: must be {allowed}, a"
-    )
-    with pytest.raises(jzero.ConfigError, match=words):
-        config_from_hf(there)
-
-
-@pytest.mark.parametrize("count", [0, None])
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(("family", "count"), [("deepseek_v2", None), ("deepseek_v3", 0)])
 def test_no_shared_experts(family, count):
-    there = {**DEEPSEEK, "model_type": family, "topk_group": 2, "n_shared_experts": count}
-    config = config_from_hf(there)
+    config = config_from_hf({**DEEPSEEK, "model_type": family, "topk_group": 2, "n_shared_experts": count})
     assert config.mixture.shared == 0
-    table = step_of(config).model.weights_layout()
-    assert config_from_hf({**table["download"]["config"], **table["config"]}) == config
-    assert not any("shared" in (row["name"] or "") for row in table["tensors"])
+    assert config_from_hf(written(config)) == config
+    assert not any("shared" in (row["name"] or "") for row in decoder(config).weights_layout()["tensors"])
 
 
 def test_a_gpt2_without_positions_in_its_config():
     """It has those of transformers' default, and not none."""
     there = {key: x for key, x in GPT2.items() if key != "n_positions"}
-    default = transformers.GPT2Config().n_positions
+    default = hf.GPT2Config().n_positions
     for keys in ({}, {"n_positions": None}):
         assert config_from_hf({"model_type": "gpt2", **there, **keys}).max_positions == default == 1024
 
 
+BERT_JSON = {"model_type": "bert", **BERT}
 VIT_JSON = {"model_type": "vit", **VIT, "num_channels": 3}
+
+
+def test_a_null_of_an_encoder_is_its_default():
+    config = config_from_hf({**BERT_JSON, "type_vocab_size": None, "layer_norm_eps": None})
+    assert (config.num_types, config.norm_eps) == (2, 1e-12)
+    assert config_from_hf({**VIT_JSON, "num_labels": None, "id2label": {0: "a", 1: "b", 2: "c"}}).num_classes == 3
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
 COUNTS = (
-    ({"model_type": "gpt2", **GPT2}, {"n_positions": 0}),
     ({"model_type": "gpt2", **GPT2}, {"n_positions": "16", "n_head": True}),
-    ({"model_type": "llama", **TINY}, {"num_key_value_heads": 0}),
-    ({"model_type": "llama", **TINY}, {"num_key_value_heads": "2"}),
+    (TINY, {"num_key_value_heads": 0}),
     (DEEPSEEK, {"kv_lora_rank": "64", "num_experts_per_tok": 0}),
-    ({"model_type": "bert", **BERT}, {"num_attention_heads": 0, "type_vocab_size": "2"}),
-    ({"model_type": "bert", **BERT}, {"num_attention_heads": "32"}),
+    (BERT_JSON, {"num_attention_heads": 0, "type_vocab_size": "2"}),
     (VIT_JSON, {"patch_size": 0, "num_labels": "5"}),
 )
 
 
-@pytest.mark.parametrize(("there", "wrong"), COUNTS, ids=lambda x: str(x) if "model_type" not in x else x["model_type"])
+@pytest.mark.parametrize(("there", "wrong"), COUNTS, ids=lambda x: x.get("model_type", ""))
 def test_counts_are_positive_integers(there, wrong):
     config_from_hf(there)
     with pytest.raises(jzero.ConfigError) as error:
@@ -258,105 +214,71 @@ def test_counts_are_positive_integers(there, wrong):
     assert set(error.value.problems) == told
 
 
-def test_a_null_of_an_encoder_is_its_default():
-    bert_json = {"model_type": "bert", **BERT}
-    there = {key: x for key, x in bert_json.items() if key not in ("type_vocab_size", "layer_norm_eps")}
-    config = config_from_hf({**there, "type_vocab_size": None, "layer_norm_eps": None})
-    assert (config.num_types, config.norm_eps) == (2, 1e-12)
-    assert config_from_hf({**VIT_JSON, "num_labels": None, "id2label": {0: "a", 1: "b", 2: "c"}}).num_classes == 3
-    with pytest.raises(jzero.ConfigError, match=r"config\.json has no hidden_size"):
-        config_from_hf({**there, "hidden_size": None})
+GROUPED = {**DEEPSEEK, "topk_method": "noaux_tc", "topk_group": 2}
+V2 = {"model_type": "deepseek_v2"}
+# What a config.json has besides, and a pattern of the error.
+KEYS = [
+    *((GROUPED | keys, "must be noaux_tc, a") for keys in (
+        {"topk_method": "foo"}, {"n_group": 5}, {"topk_group": None, "n_group": 3}, {"topk_group": 5},
+        {"topk_group": 0}, {"num_experts_per_tok": 9}, {"n_group": 12}, {"topk_method": "greedy"})),
+    (GROUPED | V2, r"has topk_method = 'noaux_tc', n_group = 4, topk_group = 2: must be greedy or group_l"),
+    (GROUPED | V2 | {"topk_method": "group_limited_greedy", "topk_group": None}, "must be greedy or group_limited_"),
+    ({"model_type": "mamba"}, "model_type = 'mamba': must be one of bert, v"),
+    ({"model_type": "gemma3"}, "model_type = 'gemma3': must be one of"),  # no text_config
+    ({"use_bidirectional_attention": True, "hidden_act": "relu"}, "(?s)attention = True.*hidden_act = 'relu'"),
+    ({"rope_scaling": {"rope_type": "xpos", "factor": 4.0}},
+     "rope_type = 'xpos': must be default, linear, dynamic, llama3, yarn, longrope"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has no original_max_position_embeddings for yarn"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}},
+     "mscale_all_dim = 1.0 with rope_type = 'linear': must be yarn"),
+    ({"model_type": "deepseek_v3", "partial_rotary_factor": 0.5}, "latent attention has no partial_rotary; leave"),
+    ({"model_type": "qwen2_vl"}, "jzero's models lack an encoder of images, and rot"),
+    ({"model_type": "t5"}, "jzero's models lack an encoder beside the decoder, and rel"),
+    ({"model_type": "whisper"}, "jzero's models lack an encoder of audio"),
+    ({"head_dim": 5}, "2 must divide the rotated width of a head"),
+    (BERT_JSON | {"hidden_size": 30}, "^BertConfig: num_heads must divide d_model, but 4 does not divide 30"),
+    (BERT_JSON | {"hidden_size": None}, r"config\.json has no hidden_size"),
+    (GPT2 | {"model_type": "gpt2", "n_layer": None, "activation_function": "relu"},
+     "(?s)n_layer.*activation_function = 'relu': must be one of gelu_new"),
+]  # fmt: skip
 
 
-def test_fields_after_the_vocabulary_have_names():
-    """GPT2Config once had max_positions there."""
-    with pytest.raises(TypeError, match="positional arguments"):
-        gpt2.GPT2Config(2, 32, 4, 48, V, 8)
+@pytest.mark.parametrize(("keys", "words"), KEYS)
+def test_a_config_json_that_no_model_has(keys, words):
+    refuses(lambda: config_from_hf(TINY | keys), words)
 
 
 SMALL_GPT = gpt2.GPT2Config(2, 32, 4, 48, vocab_size=V, max_positions=8)
 SMALL_VIT = vit.ViTConfig(2, 32, 4, 48, image_size=8, patch_size=4)
-NO_LAYERS = {key: x for key, x in GPT2.items() if key != "n_layer"}
-CONFIGS = {
-    "no such family": (
-        lambda: config_from_hf(TINY | {"model_type": "mamba"}),
-        "model_type = 'mamba': must be one of bert, v",
-    ),
-    "no text_config": (
-        lambda: config_from_hf(TINY | {"model_type": "gemma3"}),
-        "model_type = 'gemma3': must be one of",
-    ),
-    "two at once": (
-        lambda: config_from_hf(TINY | {"use_bidirectional_attention": True, "hidden_act": "relu"}),
-        "(?s)use_bidirectional_attention = True.*hidden_act = 'relu'",
-    ),
-    "rope_type": (
-        lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "xpos", "factor": 4.0}}),
-        "rope_type = 'xpos': must be default, linear, dynamic, llama3, yarn, longrope",
-    ),
-    "yarn": (
-        lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-        "has no original_max_position_embeddings for yarn",
-    ),
-    "mscale": (
-        lambda: config_from_hf(TINY | {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}),
-        "mscale_all_dim = 1.0 with rope_type = 'linear': must be yarn",
-    ),
-    "latents rotated in part": (
-        lambda: config_from_hf(TINY | {"model_type": "deepseek_v3", "partial_rotary_factor": 0.5}),
-        "latent attention has no partial_rotary; leave them out",
-    ),
-    "qwen2_vl": (
-        lambda: config_from_hf({"model_type": "qwen2_vl"}),
-        "jzero's models lack an encoder of images, and rot",
-    ),
-    "t5": (lambda: config_from_hf({"model_type": "t5"}), "jzero's models lack an encoder beside the decoder, and rel"),
-    "whisper": (lambda: config_from_hf({"model_type": "whisper"}), "jzero's models lack an encoder of audio"),
+LORA = LoRAConfig(target_modules="all-linear")
+NO_ADAPTERS = "q_proj, v_proj: files of gpt2 have no such modules; leave lora out, and train all weights"
+MODELS = {
     "adapters": (
-        lambda: decoder(
-            config_from_hf(TINY | {"model_type": "glm4"}, lora=LoRAConfig(target_modules="all-linear"))
-        ).weights_layout(),
+        lambda: decoder(config_from_hf(TINY | {"model_type": "glm4"}, lora=LORA)).weights_layout(),
         "target_modules has gate_proj, up_proj: files of glm4 have no such modules; it has down_proj, k_proj",
     ),
-    "an odd head": (lambda: config_from_hf(TINY | {"head_dim": 5}), "2 must divide the rotated width of a head"),
-    "adapters of GPT-2": (
-        lambda: from_hf({"model_type": "gpt2", **GPT2}, lora=LoRAConfig()),
-        "q_proj, v_proj: files of gpt2 have no such modules; leave lora out, and train all weights",
-    ),
+    "a family": (lambda: decoder(config_from_hf(TINY, family="lama")).weights_layout(), "family = 'lama': must be one"),
+    "adapters of GPT-2": (lambda: from_hf({"model_type": "gpt2", **GPT2}, lora=LoRAConfig()), NO_ADAPTERS),
     "quantised weights of GPT-2": (
         lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, lora=LoRAConfig(quantized="nf4")), rngs=nnx.Rngs(0)),
-        "q_proj, v_proj: files of gpt2 have no such modules; leave lora out, and train all weights",
-    ),
-    "heads of BERT": (
-        lambda: config_from_hf({"model_type": "bert", **BERT, "hidden_size": 30}),
-        "^BertConfig: num_heads must divide d_model, but 4 does not divide 30",
+        NO_ADAPTERS,
     ),
     "cuDNN for a ViT": (
         lambda: dataclasses.replace(SMALL_VIT, d_model=36, attention="cudnn"),
         "^ViTConfig: attention = 'cudnn', but",
     ),
     "patches": (lambda: dataclasses.replace(SMALL_VIT, patch_size=3), "patch_size = 3 must divide image_size = 8"),
-    "heads": (lambda: dataclasses.replace(SMALL_GPT, num_heads=5), "num_heads must divide d_model, but 5 does not"),
     "padding": (
         lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, pad_vocab_to=0), rngs=nnx.Rngs(0)),
         "pad_vocab_to = 0: must be at least 1",
     ),
-    "no n_layer": (
-        lambda: config_from_hf({"model_type": "gpt2", **NO_LAYERS, "activation_function": "relu"}),
-        "(?s)n_layer.*activation_function = 'relu': must be one of gelu_new",
-    ),
-    "a name of the Hub": (
-        lambda: config_from_hf("Qwen/Qwen3-8B"),
-        "^Qwen/Qwen3-8B: no such directory; .*hf download Qwen/Qwen3-8B --local-",
-    ),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_that_a_model_lacks(name):
-    make, words = CONFIGS[name]
-    with pytest.raises(jzero.ConfigError, match=words):
-        jax.eval_shape(lambda: make() and None)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be(name):
+    make, words = MODELS[name]
+    refuses(lambda: jax.eval_shape(lambda: make() and None), words)
 
 
 def test_files_that_are_no_config(tmp_path):
@@ -366,62 +288,35 @@ def test_files_that_are_no_config(tmp_path):
         (tmp_path / "Qwen3-8B", None, "/Qwen3-8B: no such file or directory$"),
         (tmp_path, "[]", r"is not a config\.json: it is not an object"),
         (tmp_path, '{"model_type": "llama"}', "(?s)has no hidden_size.*has no vocab_size"),
-        (tmp_path, '{"model_type": "llama", "hidden_size": "64"}', "hidden_size = '64': must be a positive integer"),
     ):
         if text:
             file.write_text(text)
-        with pytest.raises(jzero.ConfigError, match=words):
-            config_from_hf(path)
-
-
-def test_a_checkpoint_of_another_family(tmp_path):
-    torch_model("qwen2").save_pretrained(tmp_path)
-    made = step_of(config_from_hf(torch_model("mistral").config.to_dict()))
-    with pytest.raises(jzero.ConfigError) as error:
-        weights.load(tmp_path, made)
-    assert 'model_type = "qwen2", not "mistral"' in str(error.value)
-    assert "build the model from these files: jzero.models.from_hf(DIR)" in str(error.value)
-    assert len(error.value.problems) == 1
+        refuses(lambda path=path: config_from_hf(path), words)
 
 
 ROWS = np.zeros((8, 9), np.int32)
-PICTURES = {"images": np.ones((1, 3, 8, 8), "f4"), "labels": np.zeros(1, int)}
+BATCHES = [
+    (Decoder, config_from_hf(TINY), {"input_ids": ROWS, "labels": ROWS}, "the batch has input_ids, labels; the decod"),
+    (Decoder, config_from_hf(TINY), {"inputs": ROWS}, r"has inputs; .* labels\[i\] is the token after inputs\[i\]"),
+    (Decoder, config_from_hf(TINY), ROWS, "the batch is ndarray; the decoder reads inputs and labels"),
+    (gpt2.GPT2, SMALL_GPT, TEXT, "a row has 12 tokens, but the model has 8 positions"),
+    (vit.ViT, SMALL_VIT, {"images": np.ones((1, 3, 8, 8), "f4"), "labels": ROWS[0, :1]}, "with the channels last"),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "batch", "words"),
-    [
-        ("decoder", {"input_ids": ROWS, "labels": ROWS}, "the batch has input_ids, labels; the decoder reads"),
-        ("decoder", {"inputs": ROWS}, r"the batch has inputs; .* labels\[i\] is the token after inputs\[i\]"),
-        ("decoder", ROWS, "the batch is ndarray; the decoder reads inputs and labels"),
-        ("gpt2", TEXT, "a row has 12 tokens, but the model has 8 positions"),
-        ("vit", PICTURES, "with the channels last"),
-    ],
-    ids=["input_ids", "no labels", "no dict", "positions", "channels"],
-)
-def test_a_batch_for_transformers(module, batch, words):
-    made = {
-        "decoder": lambda rngs: Decoder(config_from_hf(TINY), rngs=rngs),
-        "gpt2": lambda rngs: gpt2.GPT2(SMALL_GPT, rngs=rngs),
-        "vit": lambda rngs: vit.ViT(SMALL_VIT, rngs=rngs),
-    }[module]  # fmt: skip
-    model = jzero.from_flax(made)
-    with pytest.raises(jzero.ConfigError, match=words):
-        jax.eval_shape(lambda: model.loss(model.init(jax.random.key(0)), batch, jax.random.key(1)))
+@pytest.mark.parametrize(("kind", "shape", "batch", "words"), BATCHES, ids=range(5))
+def test_a_batch_for_transformers(kind, shape, batch, words):
+    model = jzero.from_flax(lambda rngs: kind(shape, rngs=rngs))
+    loss = lambda: model.loss(model.init(jax.random.key(0)), batch, jax.random.key(1))  # noqa: E731
+    refuses(lambda: jax.eval_shape(loss), words)
 
 
-MAKERS = {
-    "llama": lambda **changes: llama.preset("tiny", **changes),
-    "mixtures": lambda **changes: find_model("moe:mixtral-8x7b", **changes).shape,
-    **{name: lambda name=name, **changes: config_from_hf({"model_type": name}, **changes) for name in
-       ("qwen3", "gpt2", "bert", "vit")},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_field_that_a_shape_does_not_have(name):
-    words = r"^layers = 2: \w+Config has no such field; did you mean num_layers\?$"
-    with pytest.raises(jzero.ConfigError, match=words):
-        MAKERS[name](layers=2)
-    with pytest.raises(jzero.ConfigError, match=r"^xyz = 'x': .* has no such field; it has num_layers, d_model"):
-        MAKERS[name](xyz="x")
+def test_a_field_that_a_shape_does_not_have():
+    for make in (
+        lambda **changes: llama.preset("tiny", **changes),
+        lambda **changes: find_model("moe:mixtral-8x7b", **changes),
+        *(lambda name=name, **more: config_from_hf({"model_type": name}, **more) for name in ("qwen3", "bert", "vit")),
+    ):
+        words = r"^layers = 2: \w+Config has no such field; did you mean num_layers\?$"
+        refuses(lambda make=make: make(layers=2), words)
+        refuses(lambda make=make: make(xyz="x"), "^xyz = 'x': .* has no such field; it has num_layers, d_model")

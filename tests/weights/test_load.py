@@ -4,13 +4,11 @@ import json
 import random
 import shutil
 
-import chex
 import jax
 import numpy as np
 import optax
 import pytest
-from helpers.sampling import keep
-from llamas import GROUPED, TIED, TOKENS, Net, engine, logits, model, refused, same, step
+from llamas import TOKENS, Net, engine, model, refused, same, step
 from safetensors.numpy import load_file, save_file
 
 import jzero
@@ -19,22 +17,6 @@ from jzero.weights.safetensors import File
 
 BATCH = {"inputs": TOKENS, "labels": TOKENS}
 FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(4)}
-
-
-@pytest.mark.parametrize(("shape", "options"), [(GROUPED, {}), (TIED, {"max_shard_size": "20KB"})], ids=["one", "many"])
-def test_what_transformers_saved(tmp_path, shape, options):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    table = model(shape).weights_layout()["config"]
-    config = {key: value for key, value in table.items() if key not in ("rope_theta", "rope_scaling", "architectures")}
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.2))
-    made.save_pretrained(tmp_path, **options)
-    with torch.no_grad():
-        there = made(torch.tensor(TOKENS)).logits.numpy()
-    assert (len([*tmp_path.glob("*.safetensors")]) > 1) == bool(options)
-    assert abs(there).max() > 0.5
-    params = weights.load(tmp_path, step(model(shape), 3, zero=2))
-    np.testing.assert_allclose(logits(model(shape), params), there, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -67,48 +49,19 @@ def read(monkeypatch):
     return sizes
 
 
-LAYOUTS = [
-    {"stage": 0, "zero": 8}, {"stage": 1, "zero": 4, "data": 2}, {"stage": 3, "zero": 8},
-    {"stage": 2, "pipe": 2, "zero": 2}, {"stage": 3, "pipe": 4, "zero": 2},
-]  # fmt: skip
+LAYOUTS = [{"stage": 1, "zero": 4, "data": 2}, {"stage": 3, "zero": 8}, {"stage": 3, "pipe": 2, "zero": 2}]
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[1:4]), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_layout_has_the_same_bits(exported, read, layout):
     """A process with all devices reads the bytes of the parameters once, regardless of replicas."""
     (path, saved), made = exported, step(**layout)
     params = weights.load(path, made)
     assert sum(read) == sum(x.nbytes for x in jax.tree.leaves(params))
     assert jax.tree.map(lambda x: x.sharding, params) == made.state_shardings.params
-    assert same(params, saved.state.params)
     state = made.init(jax.random.key(0), params)
     assert jax.tree.map(lambda x: x.sharding, state) == made.state_shardings
     assert same(state.params, saved.state.params)
-
-
-def test_a_process_reads_its_own_slices(copy, read, monkeypatch):
-    """Simulates one of two processes: the other's devices request nothing, so the files have no checksums."""
-    rewrite(copy, lambda found: found)
-    made = step(stage=3, zero=8)
-    kind, name = jax.sharding.NamedSharding, "addressable_devices_indices_map"
-    whole = getattr(kind, name)
-
-    def mine(sharding, shape):
-        places = whole(sharding, shape)
-        return {device: places[device] for device in sharding.mesh.devices.flat[:4]}
-
-    def zeros(shape, sharding, shards):
-        assert len(shards) == 4
-        with monkeypatch.context() as here:
-            here.setattr(kind, name, whole)
-            return jax.device_put(np.zeros(shape, np.float32), sharding)
-
-    monkeypatch.setattr(kind, name, mine)
-    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", zeros)
-    weights.load(copy, made)
-    leaves = jax.tree.leaves(made.layouts)
-    expected = sum(4 * np.prod(leaf.shape) // (2 if leaf.dim is not None else 1) for leaf in leaves)
-    assert sum(read) == expected
 
 
 @pytest.mark.slow
@@ -142,25 +95,22 @@ def test_an_optimizer_that_keeps_the_parameters(exported):
 def test_half_precision_files_become_masters(tmp_path, exported):
     path, saved = exported
     weights.export(path.parent / "ckpt", tmp_path / "bf16", dtype="bfloat16")
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     params = weights.load(tmp_path / "bf16", step())
     assert same(params, jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), saved.state.params))
     assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"float32"}
 
 
-@pytest.mark.parametrize("kind", keep(["laid out as the state", "NumPy"], ["laid out as the state"]))
-def test_init_copies_the_params_unless_they_are_given_up(kind):
+def test_init_copies_the_params_unless_they_are_given_up():
     """The first step deletes the state's buffers: the caller's arrays live on, unless `donate`."""
     made = step(Net())
     params = made.init(jax.random.key(0)).params
-    if kind == "NumPy":
-        params = jax.tree.map(np.array, params)
     before = jax.tree.map(np.array, params)
     batch = np.zeros((made.batch_sizes.train, 8), np.float32)
     made(made.init(jax.random.key(1), params), batch)
-    chex.assert_trees_all_equal(jax.tree.map(np.array, params), before)
-    if kind != "NumPy":
-        made(made.init(jax.random.key(1), params, donate=True), batch)
-        assert all(x.is_deleted() for x in jax.tree.leaves(params))
+    assert same(params, before)
+    made(made.init(jax.random.key(1), params, donate=True), batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
 
 
 # ------------------------------------------------------------------------------------------- mistakes
@@ -221,61 +171,37 @@ def test_a_config_of_another_model(copy, change, words):
         weights.load(copy, step())
 
 
-def unlink_index(copy, first):
-    (copy / "model.safetensors.index.json").unlink()
-    shutil.copy(first, copy / "other.safetensors")
+def flip_last(data):
+    return data[:-1] + bytes([data[-1] ^ 128])
 
 
-def flip_last(copy, first):
-    data = first.read_bytes()
-    first.write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
-
-
-def written(file, text):
-    return lambda copy, first: (copy / file).write_text(text)
-
-
-def changed(change):
-    return lambda copy, first: first.write_bytes(change(first.read_bytes()))
-
-
-NO_OBJECT, CHECKSUM = "config.json is not a JSON object", "its header does not match its checksum"
+CHECKSUM = "its header does not match its checksum: copy or export it again"
 DAMAGE = {
-    "truncated": (changed(lambda data: data[:-1]), "it is truncated"),
-    "a part of the header": (changed(lambda data: data[:20]), "its header is longer than the file"),
-    "no JSON": (changed(lambda data: b"\x02" + bytes(7) + b"{x"), "is not a complete safetensors file"),
-    "empty": (changed(lambda data: b""), "is not a complete safetensors file"),
-    "another layer": (
-        changed(lambda data: data.replace(b"model.layers.0.", b"model.layers.1.", 1)),
-        f"{CHECKSUM}: copy or export it again",
-    ),
-    "another key": (changed(lambda data: data.replace(b"jzero.checksums", b"jzerp.checksums")), CHECKSUM),
+    "another layer": (lambda data: data.replace(b"model.layers.0.", b"model.layers.1.", 1), CHECKSUM),
+    "another key": (lambda data: data.replace(b"jzero.checksums", b"jzerp.checksums"), CHECKSUM),
     "a value": (flip_last, "copy: damaged: values in model-00001-of-"),
-    "absent": (lambda copy, first: first.unlink(), ".safetensors: No such file or directory"),
-    "an index": (written("model.safetensors.index.json", "[]"), "is not an index of safetensors files"),
-    "two files": (unlink_index, "some tensors are in two of"),
-    "a config that ends": (written("config.json", "{"), NO_OBJECT),
-    "a config that is a list": (written("config.json", "[]"), NO_OBJECT),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_files(copy, name):
-    make, words = DAMAGE[name]
-    make(copy, min(copy.glob("model-*.safetensors")))
+    (change, words), file = DAMAGE[name], min(copy.glob("model-*.safetensors"))
+    file.write_bytes(change(file.read_bytes()))
     refused(lambda: weights.load(copy, step()), words)
 
 
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_no_object(copy, text):
+    (copy / "config.json").write_text(text)
+    refused(lambda: weights.load(copy, step()), "config.json is not a JSON object")
+
+
 def test_what_is_no_directory_of_weights(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "pytorch_model.bin").write_bytes(b"x")
-    for name, words in {
-        "nowhere": "no such directory or .safetensors file",
-        "empty": "contains no *.safetensors",
-        "torch": "contains pytorch_model.bin: read pytorch_model*.bin with engine.load_checkpoint, or",
-    }.items():
-        refused(lambda name=name: weights.load(tmp_path / name, step()), words)
+    refused(lambda: weights.load(tmp_path / "nowhere", step()), "no such directory or .safetensors file")
+    refused(lambda: weights.load(tmp_path, step()), "contains no *.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    words = "contains pytorch_model.bin: read pytorch_model*.bin with engine.load_checkpoint, or"
+    refused(lambda: weights.load(tmp_path, step()), words)
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(1500, marks=pytest.mark.slow)])
@@ -303,20 +229,23 @@ def test_no_damaged_byte_gives_other_weights(copy, exported, number):
 def test_other_tensors_in_a_damaged_file_are_not_read(copy):
     """The tensors that are read decide: a part that the model ignores may be damaged."""
     rewrite(copy, lambda found: found | FREQUENCIES)
-    found = load_file(copy / "model.safetensors")
-    file = File.create(copy / "model.safetensors", {name: (x.dtype, x.shape) for name, x in found.items()})
+    path = copy / "model.safetensors"
+    found = load_file(path)
+    file = File.create(path, {name: (x.dtype, x.shape) for name, x in found.items()})
     for name, x in found.items():
         for part, view in file.windows(name, tuple(slice(0, n) for n in x.shape)):
             view[...] = x[part]
     file.finish()
-    for name, passes in {next(iter(FREQUENCIES)): True, "model.norm.weight": False}.items():
-        damaged = bytearray((copy / "model.safetensors").read_bytes())
-        damaged[file.entries[name].start] ^= 1
-        (copy / "model.safetensors").write_bytes(damaged)
-        if passes:
-            weights.load(copy, step())
-        else:
-            refused(lambda: weights.load(copy, step()), "values in model.safetensors do not match")
+
+    def damage(name):
+        data = bytearray(path.read_bytes())
+        data[file.entries[name].start] ^= 1
+        path.write_bytes(data)
+
+    damage(min(FREQUENCIES))
+    weights.load(copy, step())
+    damage("model.norm.weight")
+    refused(lambda: weights.load(copy, step()), "values in model.safetensors do not match")
 
 
 def test_params_of_another_model_for_init():

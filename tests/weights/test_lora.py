@@ -1,8 +1,7 @@
-"""LoRA fine-tuning in every layout is that of plain Flax and optax on one device; frozen weights exist once."""
+"""LoRA fine-tuning in every layout is that of plain Flax and optax on one device."""
 
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.cuda import needs_cuda_compiler
+from helpers.refusals import refuses
 from helpers.sampling import some
 
 import jzero
@@ -26,14 +26,14 @@ STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 LORA = LoRAConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 CONFIG = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, lora=LORA)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, 9))
-# stage, mesh, accumulation
+# stage, mesh, accumulation, precision
 LAYOUTS = {
-    "stage0": (0, {"zero": 8}, 1),
-    "stage1": (1, {"zero": 4, "data": 2}, 1),
-    "stage2": (2, {"zero": 4}, 2),
-    "stage3": (3, {"zero": 8}, 1),
-    "pipe": (0, {"pipe": 2, "zero": 1}, 4),
-    "pipe-stage3": (3, {"pipe": 2, "zero": 2}, 2),
+    "stage1": (1, {"zero": 4, "data": 2}, 1, "fp32"),
+    "stage2": (2, {"zero": 4}, 2, "fp32"),
+    "stage3": (3, {"zero": 8}, 1, "fp32"),
+    "pipe": (0, {"pipe": 2, "zero": 1}, 4, "fp32"),
+    "stage1-bf16": (1, {"zero": 4, "data": 2}, 1, "bf16"),
+    "pipe-stage3-bf16": (3, {"pipe": 2, "zero": 2}, 2, "bf16"),
 }
 
 
@@ -45,16 +45,17 @@ def is_adapter(path):
     return "lora_" in jax.tree_util.keystr(path)
 
 
-def labels(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "train" if is_adapter(path) else "freeze", params)
+def leaves(tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 @cache
 def reference():
-    """(losses, module after the last step) of plain Flax and optax, on one device and in float32."""
-    adamw = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(1e-2, weight_decay=0.1))
-    tx = optax.multi_transform({"train": adamw, "freeze": optax.set_to_zero()}, labels)
+    """(losses, parameters after the last step) of plain Flax and optax, on one device and in float32."""
     graph, params = nnx.split(build(nnx.Rngs(jax.random.key(0))))
+    labels = jax.tree_util.tree_map_with_path(lambda path, _: is_adapter(path), params)
+    adamw = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(1e-2, weight_decay=0.1))
+    tx = optax.multi_transform({True: adamw, False: optax.set_to_zero()}, labels)
 
     @jax.jit
     def update(params, opt_state, tokens):
@@ -70,11 +71,13 @@ def reference():
     for tokens in TOKENS:
         params, opt_state, loss = update(params, opt_state, tokens)
         losses.append(float(loss))
-    return losses, nnx.to_pure_dict(params)
+    params = nnx.to_pure_dict(params)
+    stack = params.pop("stack")
+    return losses, dict(leaves({"ends": params, "stack": stack}))
 
 
-def train_step(layout, precision, **more):
-    stage, axes, accum = LAYOUTS[layout]
+def train_step(layout, **more):
+    stage, axes, accum, precision = LAYOUTS[layout]
     config = {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": accum,
@@ -82,60 +85,34 @@ def train_step(layout, precision, **more):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "trainable_parameters": ["lora_"],
-        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        "bf16": {"enabled": precision == "bf16"},
         **more,
     }
     mesh = jzero.make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
     return jzero.make_train_step(jzero.from_flax(build), config, mesh=mesh)
 
 
-def leaves(tree):
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
-PRECISIONS = [*product(LAYOUTS, ["fp32"]), ("stage1", "bf16"), ("stage3", "bf16"), ("pipe-stage3", "bf16")]
-CHOSEN = [("stage3", "fp32")]
-
-
-@pytest.mark.parametrize(("layout", "precision"), some(PRECISIONS, CHOSEN))
-def test_the_losses_of_optax(layout, precision):
-    """Frozen leaves keep their bits, and a device holds each once, in the compute dtype."""
-    step = train_step(layout, precision)
+@pytest.mark.parametrize("layout", some(LAYOUTS, ["stage3"]))
+def test_the_losses_of_optax(layout):
+    """Frozen leaves keep their bits, in the compute dtype."""
+    step, fp32 = train_step(layout), not layout.endswith("bf16")
     state = step.init(jax.random.key(0))
-    start = jax.device_get(state.params)
-    found = state_bytes(step)
-    group = step.mesh.shape["zero"] if LAYOUTS[layout][0] else 1
-    frozen_group = group if LAYOUTS[layout][0] == 3 else 1
-    itemsize, pipe = (4 if precision == "fp32" else 2), step.mesh.shape["pipe"]
-    masters = moments = 0
-    for path, x in leaves(state.params):
-        part = x.size // pipe if path[0].key == "stack" or "embed" in str(path) or "head" in str(path) else x.size
-        masters += 4 * part // group if is_adapter(path) else itemsize * part // frozen_group
-        moments += 8 * part // group if is_adapter(path) else 0
-        assert x.dtype == (jnp.bfloat16 if precision == "bf16" and not is_adapter(path) else jnp.float32)
-    assert (found.masters, found.optimizer) == (masters, moments + 2 * 4)  # two counters
-    for tree, size in ((state.params, masters), (state.opt_state, moments + 2 * 4)):
-        on_device_0 = [s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device.id == 0]
-        assert sum(on_device_0) == size
-
-    losses, expected = [], reference()
+    start, losses, (expected, theirs) = jax.device_get(state.params), [], reference()
     for tokens in TOKENS:
         state, metrics = step(state, {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]})
         losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, expected[0], rtol=1e-6 if precision == "fp32" else 1e-2)
-    after = jax.device_get(state.params)
-    ends = {name: x for name, x in expected[1].items() if name != "stack"}
-    theirs = dict(leaves({"ends": ends, "stack": expected[1]["stack"]}))
-    for (path, x), (_, old) in zip(leaves(after), leaves(start), strict=True):
+    np.testing.assert_allclose(losses, expected, rtol=1e-6 if fp32 else 1e-2)
+    for (path, x), (_, old) in zip(leaves(jax.device_get(state.params)), leaves(start), strict=True):
         assert np.array_equal(x, old) != is_adapter(path), path
-        if precision == "fp32":
+        assert x.dtype == (jnp.float32 if fp32 or is_adapter(path) else jnp.bfloat16), path
+        if fp32:
             np.testing.assert_allclose(x, theirs[path], rtol=1e-4, atol=2e-6, err_msg=str(path))
 
 
 @pytest.mark.parametrize(("policy", "unrolled"), [("full", False), ("matmuls", True)])
 def test_frozen_layers_are_scanned_under_full_remat(policy, unrolled):
     """Unrolled, XLA would copy all of them; with more activations in memory that costs nothing."""
-    step = train_step("stage3", "bf16", activation_checkpointing={"policy": policy})
+    step = train_step("stage3", bf16={"enabled": True}, activation_checkpointing={"policy": policy})
     assert step.setup.passes.facts.unrolled == unrolled
 
 
@@ -166,11 +143,13 @@ def test_one_h200_holds_the_frozen_weights_once(no_compilation_cache):
     assert found.peak - found.arguments < 1.2 * (logits + layer_inputs)
 
 
+BF16 = {"use_bias": True, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+
+
 @pytest.mark.parametrize("bias", [jnp.float32, jnp.bfloat16])
 def test_a_fused_layer_promotes_its_bias_as_flax_does(bias):
     """A float32 bias on a bfloat16 kernel gives float32."""
-    options = {"use_bias": True, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
-    layer, own = FusedLinear(8, (6,), 0, {"q_proj": 4, "k_proj": 2}, **options), nnx.Linear(8, 6, **options)
+    layer, own = FusedLinear(8, (6,), 0, {"q_proj": 4, "k_proj": 2}, **BF16), nnx.Linear(8, 6, **BF16)
     own.kernel[...] = layer.kernel[...]
     layer.bias, own.bias = (nnx.Param(jnp.linspace(-1, 1, 6, dtype=bias)) for _ in range(2))
     x = jax.random.normal(jax.random.key(1), (2, 3, 8), jnp.bfloat16)
@@ -181,8 +160,7 @@ def test_a_fused_layer_promotes_its_bias_as_flax_does(bias):
 
 def test_the_bias_of_one_module_comes_before_its_adapter():
     """As in peft: their sum in bfloat16 depends on the order."""
-    options = {"use_bias": True, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
-    lora = LoRAConfig(r=2, target_modules=["o_proj"])
+    lora, options = LoRAConfig(r=2, target_modules=["o_proj"]), {**BF16, "dtype": jnp.bfloat16}
     layer, own = LoRALinear(8, (64,), 0, {"o_proj": 64}, lora, **options), nnx.Linear(8, 64, **options)
     own.kernel[...] = layer.kernel[...]
     layer.bias[...] = own.bias[...] = jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16)
@@ -215,15 +193,13 @@ def test_adapters_start_at_nothing():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"target_modules": ["q_proj", "lm_head"]}, ["target_modules = ['q_proj', 'lm_head']", '"all-linear"']),
-        ({"target_modules": []}, ["target_modules = []"]),
-        ({"r": 0}, ["r = 0: must be at least 1"]),
+        ({"target_modules": ["q_proj", "lm_head"]}, r"target_modules = \['q_proj', 'lm_head'\].*\"all-linear\""),
+        ({"target_modules": []}, r"target_modules = \[\]"),
+        ({"r": 0}, "r = 0: must be at least 1"),
     ],
 )
 def test_bad_configs(fields, words):
-    with pytest.raises(jzero.ConfigError) as error:
-        LoRAConfig(**fields)
-    assert [word for word in words if word not in str(error.value)] == []
+    refuses(lambda: LoRAConfig(**fields), words)
 
 
 def test_the_policy_matmuls_keeps_the_sum_of_a_product_and_its_adapter():
@@ -240,24 +216,3 @@ def test_the_policy_matmuls_keeps_the_sum_of_a_product_and_its_adapter():
     _, pull = jax.eval_shape(lambda x, w, *ab: jax.vjp(lambda *ab: run((ab, (w,)), x, None), *ab), x, *weights)
     kept = [leaf.shape for leaf in jax.tree.leaves(pull)]
     assert kept.count((rows, width)) == 2  # x, and the sum
-
-
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.usefixtures("no_compilation_cache")
-def test_the_policy_matmuls_is_a_step_between_none_and_full():
-    """Of temporary memory in a program for a GPU, with XLA's attention, whose scores it does not keep."""
-    lora = LoRAConfig(r=8, lora_alpha=8, target_modules="all-linear")
-    widths = {"d_model": 256, "d_ff": 1024, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
-    shape = preset("tiny", num_layers=4, **widths, lora=lora)
-    mesh, tokens = jzero.make_mesh(devices=gpu_devices("h200", 1)), jax.ShapeDtypeStruct((8, 512), np.int32)
-    temporary = {}
-    for policy in ("none", "matmuls", "full"):
-        settings = {
-            "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
-            "trainable_parameters": ["lora_"], "activation_checkpointing": {"policy": policy},
-        }  # fmt: skip
-        step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), settings, mesh=mesh)
-        compiled = step.lower({"inputs": tokens, "labels": tokens}).compile()
-        temporary[policy] = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary["full"] < temporary["matmuls"] < temporary["none"]

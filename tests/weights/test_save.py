@@ -11,20 +11,16 @@ import numpy as np
 import pytest
 from helpers.sampling import keep
 from launcher.jobs import Command
-from llamas import TIED, Net, engine, model
+from llamas import TIED, Net, engine, model, refused
 from safetensors.numpy import load_file
 
-import jzero
 from jzero import weights
 from jzero.weights.save import _part, gather_params
 
-LAYOUTS = [
-    {}, {"stage": 0, "zero": 4}, {"stage": 3, "zero": 8}, {"stage": 3, "zero": 2, "data": 2},
-    {"stage": 1, "pipe": 4, "zero": 2}, {"stage": 3, "pipe": 2, "zero": 4},
-]  # fmt: skip
+LAYOUTS = [{"stage": 0, "zero": 4}, {"stage": 3, "zero": 2, "data": 2}, {"stage": 3, "pipe": 2, "zero": 4}]
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[5:]), ids=str)
+@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[2:]), ids=str)
 def test_it_is_the_export_in_bfloat16(tmp_path, layout):
     made = engine(**layout)
     made.save_checkpoint(tmp_path / "ckpt").wait()
@@ -59,43 +55,38 @@ def test_values_beyond_float16(half, tmp_path, monkeypatch):
     w = params["stack"]["w"].at[1].set(1e5)
     large = dataclasses.replace(half.state, params=params | {"stack": params["stack"] | {"w": w}})
     monkeypatch.setattr(half, "state", large)
-    words = r"stack\.w has values beyond the range of float16: jzero export --dtype bfloat16"
-    with pytest.raises(jzero.ConfigError, match=words):
-        half.save_16bit_model(tmp_path)
+    words = "stack.w has values beyond the range of float16: jzero export --dtype bfloat16"
+    refused(lambda: half.save_16bit_model(tmp_path), words)
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow
-def test_a_layer_at_a_time_is_gathered(monkeypatch):
+def test_a_layer_at_a_time_is_gathered():
     """Also where the layers are divided among pipeline stages."""
-    made = engine(stage=3, pipe=2, zero=2)
-    leaves = [jax.tree.leaves(tree) for tree in (made.step_fn.layouts, made.state.params)]
-    params = {layout.name: (layout, x) for layout, x in zip(*leaves, strict=True)}
+    made, name = engine(stage=3, pipe=2, zero=2), "stack/mlp/gate_up/kernel"
+    leaves = zip(*(jax.tree.leaves(tree) for tree in (made.step_fn.layouts, made.state.params)), strict=True)
+    params = {layout.name: (layout, x) for layout, x in leaves}
     shapes = [x.shape for _, _, x in gather_params(params, made.mesh, np.dtype("float32"))]
     assert shapes.count((1, 32, 2, 48)) == 4
-    gate_up = next(leaf for leaf in jax.tree.leaves(made.step_fn.layouts) if leaf.name == "stack/mlp/gate_up/kernel")
-    part = _part(gate_up, made.mesh, np.dtype("float32"))
-    x = made.state.params["stack"]["mlp"]["gate_up"]["kernel"]
-    text = part.lower(x, jnp.int32(0)).compile().as_text()
+    layout, x = params[name]
+    text = _part(layout, made.mesh, np.dtype("float32")).lower(x, jnp.int32(0)).compile().as_text()
     gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)}
     assert gathered == {(1, 32, 2, 48)}
 
 
-def test_mistakes(tmp_path, monkeypatch):
-    made = engine(zero=2)
+def test_mistakes(half, tmp_path, monkeypatch):
     for name in ("pytorch_model.bin", "a/b.safetensors"):
-        with pytest.raises(jzero.ConfigError, match=f"save_filename = '{name}': must be a name that ends"):
-            made.save_16bit_model(tmp_path, name)
+        refused(
+            lambda name=name: half.save_16bit_model(tmp_path, name), f"save_filename = '{name}': must be a name that"
+        )
     (tmp_path / "file").write_text("x")
-    with pytest.raises(jzero.ConfigError, match="cannot be written: File exists"):
-        made.save_16bit_model(tmp_path / "file")
+    refused(lambda: half.save_16bit_model(tmp_path / "file"), "cannot be written: File exists")
 
     def fallocate(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    with pytest.raises(jzero.ConfigError, match=r"model.safetensors cannot be written: No space left on device"):
-        made.save_16bit_model(tmp_path)
+    refused(lambda: half.save_16bit_model(tmp_path), "model.safetensors cannot be written: No space left on device")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -110,7 +101,6 @@ import jzero
 jzero.init_distributed()
 from llamas import GROUPED, TOKENS, model
 from jzero import weights
-from jzero.weights.save import _part, gather_params
 
 config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3}}}},
           "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}}}}
@@ -139,9 +129,9 @@ weights.safetensors.File.windows = spy
 before = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), engine.state.params)
 engine.load_weights("fp32")
 after = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), engine.state.params)
-tried("same", lambda: jax.tree.all(jax.tree.map(np.array_equal, before, after)))
-tried("read", lambda: sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(after)))
-tried("half", lambda: sum(sizes) * 2 == sum(x.nbytes for x in jax.tree.leaves(engine.state.params)))
+assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+assert sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(after))
+assert sum(sizes) * 2 == sum(x.nbytes for x in jax.tree.leaves(engine.state.params))
 tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
 shutil.copytree("fp32", f"copy{{rank}}")
 file = weights.safetensors.File.open(pathlib.Path(f"copy{{rank}}", "model.safetensors"))
@@ -179,12 +169,9 @@ def test_two_processes(tmp_path):
         job.end()
     found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
     said = [{name: text for number, name, text in found if number == rank} for rank in "01"]
-    assert load_file(tmp_path / "saved" / "model.safetensors")
-    assert [p.read_bytes() for p in sorted((tmp_path / "saved").iterdir())] == [
-        p.read_bytes() for p in sorted((tmp_path / "out").iterdir())
-    ]
+    files = [[p.read_bytes() for p in sorted((tmp_path / name).iterdir())] for name in ("saved", "out")]
+    assert files[0] == files[1] != []
     for one in said:
-        assert (one["same"], one["read"], one["half"]) == ("True", "True", "True")
         assert one["there"].startswith("error: nowhere: no such directory; ")
         assert {one["copy0None"], one["copy3None"]} == {"2"}
         for damaged in ("copy00", "copy01", "copy30", "copy31"):

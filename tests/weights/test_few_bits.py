@@ -1,0 +1,153 @@
+"""Downloads in MXFP4 (GPT-OSS) and in fp8 with scales for blocks of 128 x 128 (DeepSeek-V3) are those in bfloat16."""
+
+import json
+import re
+import tracemalloc
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hugging_face import CASES, step_of, torch, transformers
+from safetensors.numpy import load_file, save_file
+
+import jzero
+from jzero import weights
+from jzero.weights.fp8_blocks import unpacked_fp8
+from jzero.weights.safetensors import File
+from models import config_from_hf
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+MATRICES = {"deepseek_v3": "_proj", "gpt_oss": "experts[.](gate_up|down)_proj$"}
+SIZES = {
+    "deepseek_v3": {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 136, "q_lora_rank": 130},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "layer_types": None},
+}
+
+
+def of_blocks(elements, scales):
+    """Multiply block by block."""
+    values = elements.astype(np.float32)
+    for i, j in np.ndindex(scales.shape):
+        values[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j]
+    return values.astype(ml_dtypes.bfloat16)
+
+
+def of_mxfp4(blocks, scales):
+    """The OCP's E2M1: sign, two bits of exponent with bias 1, one of mantissa; E8M0: a power of two with bias 127."""
+    elements = np.stack([blocks % 16, blocks // 16], axis=-1).reshape(*scales.shape, 32).astype(int)
+    sign, exponent, mantissa = (-1.0) ** (elements // 8), elements // 2 % 4, elements % 2
+    normal, subnormal = 2.0 ** (exponent - 1) * (1 + mantissa / 2), mantissa / 2
+    values = sign * np.where(exponent > 0, normal, subnormal) * 2.0 ** (scales[..., None].astype(float) - 127)
+    return values.reshape(*scales.shape[:-1], -1).swapaxes(1, 2).astype(ml_dtypes.bfloat16)
+
+
+def in_mxfp4(name, x, random):
+    """Random elements and scales of a tensor, by name, and the matrix that they are."""
+    experts, inputs, outputs = x.shape
+    elements = random.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+    scales = random.integers(118, 125, elements.shape[:3], dtype=np.uint8)
+    return {f"{name}_blocks": elements}, {f"{name}_scales": scales}, of_mxfp4(elements, scales)
+
+
+def in_fp8(name, x, random):
+    elements = (x.astype("f4") * 300).astype(ml_dtypes.float8_e4m3fn)
+    scales = random.uniform(1e-3, 5e-3, [-(-n // 128) for n in x.shape]).astype("f2" if "o_proj" in name else "f4")
+    return {name: elements}, {f"{name}_scale_inv": scales}, of_blocks(elements, scales.astype("f4"))
+
+
+def make(name, pack, quantization, directory):
+    """Write a model with few bits, its scales in another file, and the same in bfloat16; return both directories."""
+    few, plain, case, random = directory / "few", directory / "plain", CASES[name], np.random.default_rng(0)
+    torch.manual_seed(0)
+    config = getattr(transformers, case.config)(**case.options | SIZES[name])
+    getattr(transformers, case.architecture)(config).to(torch.bfloat16).save_pretrained(plain)
+    few.mkdir()
+    tensors, all_scales = load_file(plain / "model.safetensors"), {}
+    expected = dict(tensors)
+    for key in [key for key in tensors if re.search(MATRICES[name], key)]:
+        elements, scales, matrix = pack(key, tensors.pop(key), random)
+        tensors |= elements
+        all_scales |= scales
+        expected[key] = np.ascontiguousarray(matrix)
+    save_file(expected, plain / "model.safetensors", {"format": "pt"})
+    save_file(tensors, few / "model-00001-of-00002.safetensors")
+    save_file(all_scales, few / "model-00002-of-00002.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return few, plain
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    return make("deepseek_v3", in_fp8, FP8, tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    return make("gpt_oss", in_mxfp4, MXFP4, tmp_path_factory.mktemp("mxfp4"))
+
+
+@pytest.mark.parametrize("layout", [{"stage": 3, "zero": 2}, {"expert": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_parts_of_matrices_on_each_layout(kind, layout, request):
+    few, plain = request.getfixturevalue(kind)
+    assert config_from_hf(few) == config_from_hf(plain)
+    step = step_of(config_from_hf(few), **layout)
+    found, expected = (weights.load(path, step) for path in (few, plain))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    matrix = found["stack"]["mlp"]["gate_up"] if kind == "mxfp4" else found["stack"]["attention"]["q_up"]["kernel"]
+    assert abs(np.asarray(matrix)).max() > 0.05
+
+
+def test_an_export_has_no_packed_matrices(mxfp4, tmp_path):
+    few, plain = mxfp4
+    step = step_of(config_from_hf(few))
+    weights.save(weights.load(few, step), step, tmp_path, "model.safetensors", np.dtype(ml_dtypes.bfloat16))
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (tmp_path, plain)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_windows_of_a_large_matrix(tmp_path):
+    """Qwen3's scales are bfloat16. Decoding 16 Mi elements takes less than their bytes, and 8 times as much before."""
+    generator = np.random.default_rng(0)
+    elements = generator.integers(0, 0x7F, (4096, 4096), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    scales = generator.uniform(1e-3, 5e-3, (32, 32)).astype(ml_dtypes.bfloat16)
+    save_file({"w": elements, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    *_, file = unpacked_fp8([File.open(tmp_path / "model.safetensors")])
+    found, box = np.empty(elements.shape, ml_dtypes.bfloat16), (slice(0, 4096), slice(0, 4096))
+    tracemalloc.start()
+    for at, values in file.windows("w", box):
+        found[at] = values
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(found, of_blocks(elements, scales.astype("f4")))
+    assert peak < elements.nbytes
+
+
+O_PROJ, DOWN = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.experts.down_proj"
+SHAPES = [
+    ("fp8", {O_PROJ: np.zeros((160, 40), ml_dtypes.float8_e4m3fn), f"{O_PROJ}_scale_inv": np.zeros((3, 1), np.float32)},
+     r"o_proj.weight is float8_e4m3fn\[160, 40\] with scales float32\[3, "),
+    ("mxfp4", {f"{DOWN}_blocks": np.zeros((2, 4, 1, 16), np.uint8), f"{DOWN}_scales": np.zeros((2, 4, 2), np.uint8)},
+     r"down_proj has blocks \[2, 4, 1, 16\] and scales \[2, 4, 2\]; MXFP4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "tensors", "words"), SHAPES, ids=["fp8", "mxfp4"])
+def test_scales_of_another_shape(kind, tensors, words, tmp_path, request):
+    few, _ = request.getfixturevalue(kind)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(jzero.ConfigError, match=words):
+        weights.load(tmp_path, step_of(config_from_hf(few)))
+
+
+@pytest.mark.parametrize("change", [{"weight_block_size": [64, 64]}, {"quant_method": "int8"}], ids=str)
+def test_another_quantisation_is_refused(change, fp8):
+    there = json.loads((fp8[0] / "config.json").read_text()) | {"quantization_config": {**FP8, **change}}
+    with pytest.raises(jzero.ConfigError, match=r"quantization_config = .*: models/decoder.py does not have it"):
+        config_from_hf(there)
