@@ -49,7 +49,7 @@ def layer(tokens):
     }
 
 
-CASES = [(3, False, 3, "full"), (3, True, 1, "matmuls"), (0, True, 2, "none"), (0, False, 1, "matmuls")]
+CASES = [(3, False, 3, "full"), (3, True, 1, "matmuls"), (0, False, 2, "none"), (0, True, 1, "matmuls")]
 
 
 @pytest.mark.parametrize(("stage", "unroll", "accum", "policy"), keep(CASES, CASES[:2]))

@@ -149,18 +149,20 @@ class Flat:
 
 @pytest.mark.parametrize("stage", keep([0, 3], [0]))
 def test_replicas_agree_on_integers_and_bools(stage):
-    """Every replica counts its own labels: the first one's counts are kept, and are the same on all devices."""
+    """Every replica counts its own labels: the first one's counts are kept on all devices, and the mean of floats."""
 
     def new(params, batch):
-        return {"n": params["n"] + jnp.bincount(batch["y"], length=4), "seen": params["seen"] | (batch["y"][0] == 1)}
+        n, seen = params["n"] + jnp.bincount(batch["y"], length=4), params["seen"] | (batch["y"][0] == 1)
+        return {"n": n, "seen": seen, "sum": params["sum"] + batch["x"].mean()}
 
-    model = Flat({"n": jnp.zeros(4, jnp.int32), "seen": jnp.zeros(4, bool)}, new)
+    model = Flat({"n": jnp.zeros(4, jnp.int32), "seen": jnp.zeros(4, bool), "sum": jnp.zeros(())}, new)
     step, state = started(model, config(stage), mesh=mesh(4))
     state, _ = step(state, BATCHES[0])
     mine = PAIR[1][:8]  # of the first of four replicas
     np.testing.assert_array_equal(state.params["n"], np.bincount(mine, minlength=4))
     np.testing.assert_array_equal(state.params["seen"], [mine[0] == 1 or mine[4] == 1] * 4)
-    for name in ("n", "seen"):
+    np.testing.assert_allclose(state.params["sum"], ACCUM * PAIR[0].mean(), rtol=1e-5)
+    for name in ("n", "seen", "sum"):
         leaf = state.params[name]
         assert leaf.dtype == step.state_shapes.params[name].dtype
         for shard in leaf.addressable_shards:
