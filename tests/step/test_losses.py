@@ -19,17 +19,18 @@ class Linear:
     """y = x w, with a loss of the test's choice and parameters beside w."""
 
     def __init__(self, loss, **more):
-        self._loss, self.more = loss, more
+        self.loss, self.more = loss, more
 
     def init(self, rng):
         return {"w": jax.random.normal(rng, (WIDTH, WIDTH)), **self.more}
 
-    def loss(self, params, batch, rng):
-        return self._loss(params, batch, rng)
-
 
 def squares(params, batch):
     return ((batch["x"] @ params["w"]).astype(jnp.float32) ** 2).sum(-1)
+
+
+def mean_square(params, batch, rng):
+    return squares(params, batch).mean()
 
 
 def batch(**more):
@@ -46,58 +47,24 @@ def one_step(model, data, **more):
     return step(step.init(jax.random.key(0)), data)
 
 
-@pytest.mark.slow
-def test_the_counts_of_the_batch_stay_in_float32():
-    """80,000 is more than float16 holds, 2,002 needs more digits than bfloat16 has."""
-    mask = np.full((ROWS, 1), 10_000, np.float32)
-    mask[0] += 2
-    model = Linear(lambda p, b, rng: jzero.Mean((squares(p, b) * b["mask"][:, 0]).sum(), b["mask"].sum()))
-    _, wide = one_step(model, batch(mask=mask))
-    for half in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1}}):
-        _, metrics = one_step(model, batch(mask=mask), **half)
-        assert not metrics["skipped"]
-        assert float(metrics["loss"]) == pytest.approx(float(wide["loss"]), rel=1e-2)
-        assert float(metrics["grad_norm"]) == pytest.approx(float(wide["grad_norm"]), rel=2e-2)
-
-
 @pytest.mark.parametrize("count", [lambda p, b, rng: (rng is not None) * 64.0, lambda p, b, rng: p["w"].size * 1.0])
 def test_a_count_may_depend_on_anything(count):
-    model = Linear(lambda p, b, rng: jzero.Mean(squares(p, b).sum(), count(p, b, rng)))
-    data = batch()
-    _, metrics = one_step(model, data)
-    params = model.init(jax.random.key(0))
-    total = float(squares(params, data).sum()) / (8 * 64)  # 4 replicas x 2 micro-batches
-    assert float(metrics["loss"]) == pytest.approx(total, rel=1e-6)
-    gradient = jax.grad(lambda p: squares(p, data).sum() / (8 * 64))(params)
-    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-6)
-
-
-def test_the_forward_pass_is_there_once():
-    """A print in the loss prints once a micro-batch and replica, and real numbers."""
+    """The forward pass is there once: a print prints once a micro-batch and replica, and real numbers."""
     seen = []
 
     def loss(params, batch, rng):
         total = squares(params, batch).sum()
         jax.debug.callback(lambda x: seen.append(float(x)), total)
-        return jzero.Mean(total, 2.0)
+        return jzero.Mean(total, count(params, batch, rng))
 
-    one_step(Linear(loss), batch())
+    model, data = Linear(loss), batch()
+    _, metrics = one_step(model, data)
     jax.effects_barrier()
-    assert len(seen) == 8
+    assert len(seen) == 4 * 2
     assert np.isfinite(seen).all()
-
-
-def test_auto_cast_casts_the_floats_of_the_batch():
-    kinds = []
-
-    def loss(params, batch, rng):
-        kinds.append(batch["x"].dtype)
-        return squares(params, batch).mean()
-
-    for on, dtype in ((False, jnp.float32), (True, jnp.float16)):
-        one_step(Linear(loss), batch(), fp16={"enabled": True, "auto_cast": on})
-        assert set(kinds) == {jnp.dtype(dtype)}
-        kinds.clear()
+    total, gradient = jax.value_and_grad(lambda p: squares(p, data).sum() / (4 * 2 * 64))(model.init(jax.random.key(0)))
+    assert float(metrics["loss"]) == pytest.approx(float(total), rel=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", keep([0, 1, 3], [3]))
@@ -107,14 +74,15 @@ def test_an_integer_leaf_is_carried_along(stage):
     def loss(p, b, rng):
         return (squares(p, b) * p["order"].sum()).mean() + b["x"][:, p["order"]].mean()
 
-    model = Linear(loss, order=order)
     section = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    state, metrics = one_step(model, batch(), zero_optimization=section)
+    state, metrics = one_step(Linear(loss, order=order), batch(), zero_optimization=section)
     assert np.isfinite(metrics["loss"])
     np.testing.assert_array_equal(state.params["order"], order)
 
 
 def test_parameters_that_are_one_array():
+    """With an optimizer that wants the loss."""
+
     class Bare:
         def init(self, rng):
             return jax.random.normal(rng, (WIDTH, WIDTH))
@@ -122,23 +90,15 @@ def test_parameters_that_are_one_array():
         def loss(self, params, batch, rng):
             return squares({"w": params}, batch).mean()
 
-    step = make(Bare(), optimizer=optax.adam(0.01))
-    assert step.state_shardings.opt_state[0].mu == step.state_shardings.params
+    step = make(Bare(), optimizer=optax.chain(optax.adam(0.01), optax.contrib.reduce_on_plateau(patience=1)))
+    assert step.state_shardings.opt_state[0][0].mu == step.state_shardings.params
     assert step.state_shardings.params.spec == jax.sharding.PartitionSpec("zero")
-    step(step.init(jax.random.key(0)), batch())
-
-
-def test_an_optimizer_that_wants_the_loss():
-    model = Linear(lambda p, b, rng: squares(p, b).mean())
-    tx = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))
-    step = make(model, optimizer=tx)
     state, metrics = step(step.init(jax.random.key(0)), batch())
     assert optax.tree.get(state.opt_state, "best_value") == pytest.approx(float(metrics["loss"]))
 
 
 def test_where_nothing_counts_nothing_moves():
-    model = Linear(lambda p, b, rng: jzero.Mean((squares(p, b) * 0).sum(), 0.0))
-    step = make(model)
+    step = make(Linear(lambda p, b, rng: jzero.Mean((squares(p, b) * 0).sum(), 0.0)))
     state = step.init(jax.random.key(0))
     before = jax.device_get(state.params)
     assert float(step.evaluate(state, batch())) == 0
@@ -154,23 +114,13 @@ class Layers:
     def prefix(self, ends, batch, rng):
         return batch["x"]
 
-    def block(self, layer, x, rng):
-        return x @ layer["w"]
-
-    def suffix(self, ends, x, batch, rng):
-        return x.mean()
-
-    def loss(self, params, batch, rng):
-        raise NotImplementedError
-
-
-COMPLEX = Linear(lambda p, b, rng: squares(p, b).mean(), phase=jnp.ones(3, jnp.complex64))
+    block = suffix = loss = prefix
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (COMPLEX, r"'phase' is complex64.*two real arrays"),
+        (Linear(mean_square, phase=jnp.ones(3, jnp.complex64)), r"'phase' is complex64.*two real arrays"),
         (Layers({"ends": {}, "layers": {"w": jnp.ones((2, 8, 8))}}), r"'ends', 'stack'.*returned \['ends', 'layers'\]"),
         (Layers({"ends": {}, "stack": {"w": W, "v": jnp.ones((3, 8))}}), r"stack/v \(3,\).*stack/w \(2,\)"),
         (Layers({"ends": {}, "stack": {"w": W, "v": jnp.ones(())}}), "stack/v a scalar"),
@@ -189,46 +139,23 @@ SCALAR = r"it must be a scalar or jzero.Mean\(sum, count\)"
     [
         (lambda x: (x, x), PAIR),
         (lambda x: (x, {"accuracy": x}), PAIR),
-        (lambda x: (x, x, x), "a tuple of 3 values"),
         (lambda x: {"loss": x}, f"loss is a dict: {SCALAR}"),
-        (lambda x: None, f"loss is a NoneType: {SCALAR}"),
         (lambda x: x[None], rf"loss has shape \(1,\): {SCALAR}"),
         (lambda x: jzero.Mean(x[None], 1), rf"loss has shape \(1,\): {SCALAR}"),
-        (lambda x: x.astype(int), "loss is int32, which has no gradient: it must be a float"),
         (lambda x: x > 0, "loss is bool, which has no gradient"),
-        (lambda x: 3, "loss is int32, which has no gradient"),
+        (lambda x: 3, "loss is int32, which has no gradient: it must be a float"),
         (lambda x: jzero.Mean((x > 0).sum(), 4.0), "loss is int32, which has no gradient"),
         (lambda x: x * 1j, "loss is complex64: it must be real"),
         (lambda x: jzero.Mean(x, x * 1j), "loss is complex64: it must be real"),
     ],
 )
 def test_a_loss_with_other_outputs_is_refused(output, message):
-    refuses(lambda: one_step(Linear(lambda p, b, rng: output(squares(p, b).mean())), batch()), message)
+    refuses(lambda: make(Linear(lambda p, b, rng: output(squares(p, b).mean()))).lower(batch()), message)
 
 
 def test_a_state_that_a_step_has_consumed_is_refused():
-    step = make(Linear(lambda p, b, rng: squares(p, b).mean()))
+    step = make(Linear(mean_square))
     state = step.init(jax.random.key(0))
     step(state, batch())
     for call in (step, step.evaluate):
-        with pytest.raises(jzero.ConfigError, match=r"state, metrics = step\(state, batch\)"):
-            call(state, batch())
-
-
-def engine(width=WIDTH, optimizer="SGD"):
-    class Wide(Linear):
-        def init(self, rng):
-            return {"w": jax.random.normal(rng, (width, WIDTH))}
-
-    model = Wide(lambda p, b, rng: (p["w"] ** 2).mean() + 0 * b["x"].mean())
-    config = {"train_batch_size": ROWS, "optimizer": {"type": optimizer, "params": {"lr": 0.01}}}
-    return jzero.initialize(model=model, config=config)[0]
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    first = engine()
-    first.save_checkpoint(tmp_path)
-    with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: params/w is \(8, 8\), not \(16, 8\)"):
-        engine(width=16).load_checkpoint(tmp_path)
-    with pytest.raises(jzero.ConfigError, match=r"another model or optimizer: missing opt_state/.*mu/w"):
-        engine(optimizer="Adam").load_checkpoint(tmp_path)
+        refuses(lambda call=call: call(state, batch()), r"state, metrics = step\(state, batch\)")

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.refusals import compilations
 from helpers.steps import mesh
 
 import jzero
@@ -41,12 +42,19 @@ def limit(patch, size):
     patch.setattr(step_memory, "usable_memory_here", lambda: size and UsableMemory(size, size, size, size))
 
 
+def dense(loss=lambda module, batch: (module(batch["x"]) ** 2).mean()):
+    return jzero.from_flax(lambda rngs: nnx.Linear(64, 64, rngs=rngs), loss)
+
+
+X = {"x": np.ones((ROWS, 64), np.float32)}  # its batch
+
+
 def peak(config, **changes):
-    """XLA's own figure for the plain step."""
     return peak_of(jzero.make_train_step(model(**changes), config, mesh=mesh(2)))
 
 
 def peak_of(step):
+    """XLA's own figure for the plain step."""
     stats = step.lower(BATCH).compile().memory_analysis()
     kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
@@ -62,7 +70,7 @@ def whole():
 
 
 @pytest.mark.slow
-def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
+def test_initialize_names_what_fits_and_it_does(whole, monkeypatch):
     limit(monkeypatch, int(0.8 * whole))
     with pytest.raises(OutOfMemoryError) as caught:
         start(CONFIG, training_data=DATA)
@@ -71,7 +79,6 @@ def test_initialize_names_what_fits_and_it_does(whole, monkeypatch, capsys):
     assert "activations and temporaries" in message  # the parts
     found = re.findall(r"^fits with .*?: (\{.*\})$", message, re.MULTILINE)
     assert found
-    changed = CONFIG
     for line in found:
         sections = {k: {**CONFIG.get(k, {}), **v} if isinstance(v, dict) else v for k, v in json.loads(line).items()}
         changed = CONFIG | sections
@@ -88,53 +95,37 @@ def test_a_loss_that_needs_more_than_the_data(monkeypatch):
     def loss(module, batch, extra):
         return jax.numpy.mean((module(batch["x"]) - extra) ** 2)
 
-    engine = jzero.initialize(
-        model=jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss),
-        config={"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": CONFIG["optimizer"]},
-        training_data={"x": np.ones((32, 4), np.float32)},
-    )[0]
+    config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": CONFIG["optimizer"]}
+    engine = jzero.initialize(model=dense(loss), config=config, training_data=X)[0]
     assert np.isfinite(float(engine.train_batch(extra=np.float32(1.0))))
 
 
-@pytest.mark.slow
-def test_without_training_data_the_first_step_tells(whole, monkeypatch):
-    limit(monkeypatch, int(0.8 * whole))
-    engine = start(CONFIG)
-    with pytest.raises(OutOfMemoryError, match="fits with"):
-        engine.train_batch(BATCH)
-
-
-@pytest.mark.slow
-def test_nothing_fits(whole, monkeypatch):
-    limit(monkeypatch, 2**18)  # less than the parameters
-    engine = start(CONFIG)
+def refused(patch, config=CONFIG, changes=()):
+    """What the first step says, of which nothing fits: less than the parameters."""
+    limit(patch, 2**18)
+    engine = start(config, changes)
     with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
         engine.train_batch(BATCH)
-    assert "the last layer" not in str(caught.value)  # 256 words
-    words = r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\""
-    (stated,) = re.findall(words, str(caught.value), re.MULTILINE)
+    return engine, str(caught.value)
+
+
+@pytest.mark.slow
+def test_nothing_fits(monkeypatch):
+    """Moments in fewer bits would help, if they are not in fewer bits already."""
+    engine, words = refused(monkeypatch)
+    assert "the last layer" not in words  # 256 words
+    (stated,) = re.findall(r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\"", words, re.MULTILINE)
     moments = sum(x.size * 4 for x in jax.tree.leaves(engine.state.params))  # two, divided between two devices
     assert stated == size_text(moments)
-
-
-@pytest.mark.slow
-def test_moments_in_fewer_bits_are_not_offered_again(whole, monkeypatch):
-    limit(monkeypatch, 2**18)
-    engine = start(CONFIG | {"optimizer": {**CONFIG["optimizer"], "state_dtype": "bf16"}})
-    with pytest.raises(OutOfMemoryError, match="use more devices") as caught:
-        engine.train_batch(BATCH)
-    assert "state_dtype" not in str(caught.value)
+    rounded = CONFIG | {"optimizer": {**CONFIG["optimizer"], "state_dtype": "bf16"}}
+    assert "state_dtype" not in refused(monkeypatch, rounded)[1]
 
 
 @pytest.mark.slow
 def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
-    limit(monkeypatch, 2**18)
-    engine = start(CONFIG, {"vocab_size": 8192})
-    with pytest.raises(OutOfMemoryError) as caught:
-        engine.train_batch(BATCH)
+    _, words = refused(monkeypatch, changes={"vocab_size": 8192})
     logits = ROWS // 2 * LENGTH * 8192 * 4 / 2**20
-    words = r"^([\d.]+) MiB of the peak come after the last layer"
-    (stated,) = map(float, re.findall(words, str(caught.value), re.MULTILINE))
+    (stated,) = map(float, re.findall(r"^([\d.]+) MiB of the peak come after the last layer", words, re.MULTILINE))
     assert logits <= stated <= 3.1 * logits  # with their gradient and probabilities
     saved = peak(CONFIG, vocab_size=8192) - peak(CONFIG, vocab_size=8192, loss_tiles=8)
     assert stated / 2 < saved / 2**20 < stated
@@ -142,17 +133,11 @@ def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
 
 @pytest.mark.slow
 def test_a_check_compiles_nothing_twice(whole, monkeypatch):
-    events = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: events.append(name) if "backend_compile" in name else None
-    )
-
     def compiled(size):
         limit(monkeypatch, size)
-        events.clear()
-        engine = start(CONFIG, training_data=DATA)
-        engine.train_batch()
-        return len(events)
+        compilations.clear()
+        start(CONFIG, training_data=DATA).train_batch()
+        return len(compilations)
 
     compiled(None)  # what is compiled once in a process
     assert compiled(2 * whole) == compiled(None) > 0
@@ -161,32 +146,23 @@ def test_a_check_compiles_nothing_twice(whole, monkeypatch):
 def test_a_step_that_runs_out_of_memory(monkeypatch):
     limit(monkeypatch, 2**40)
     monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: iter([]))  # a test of its own
-    engine = start(CONFIG, {"num_layers": 1})
-    engine.train_batch(BATCH)
+    engine = jzero.initialize(model=dense(), config=CONFIG, mesh=mesh(2))[0]
+    engine.train_batch(X)
 
     def run(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
     monkeypatch.setattr(engine.step_fn, "run", run)
     with pytest.raises(OutOfMemoryError, match="a step ran out of memory") as caught:
-        engine.train_batch(BATCH)
+        engine.train_batch(X)
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
-
-
-def test_a_choice_changes_only_its_keys():
-    raw = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": True}}
-    assert merged(raw, {"zero_optimization.stage": 3, "stack.unroll": False}) == {
-        "zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": True}, "stack": {"unroll": False},
-    }  # fmt: skip
-    assert raw["zero_optimization"]["stage"] == 1
 
 
 def unsharded(stage, passed=False):
     """A step whose two replicas are copies; the mesh comes from the program, or from the config."""
     config = CONFIG | {"zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
-    own = {"data": 2, "zero": 1}
-    here = mesh(1, data=2)
-    return config, jzero.make_train_step(model(num_layers=1), config if passed else config | {"mesh": own}, mesh=here)
+    own = {} if passed else {"mesh": {"data": 2, "zero": 1}}
+    return config, jzero.make_train_step(model(num_layers=1), config | own, mesh=mesh(1, data=2))
 
 
 @pytest.mark.parametrize("passed", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -194,8 +170,7 @@ def test_copies_become_shards_first(passed):
     config, step = unsharded(3, passed)
     sharded = {"mesh.data": 1, "mesh.zero": 2}
     fits = peak(merged(config, sharded), num_layers=1)
-    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
-    assert nearest(step, batch, peak_of(step), fits)[0] == (sharded, fits)
+    assert nearest(step, BATCH, peak_of(step), fits)[0] == (sharded, fits)
 
 
 def test_more_of_what_is_enough_is_left_out(monkeypatch):
@@ -203,8 +178,8 @@ def test_more_of_what_is_enough_is_left_out(monkeypatch):
     half, quarter = (dict(zip((MICRO, ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
     full = {"activation_checkpointing.policy": "full"}
     monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: [half, quarter, full])
-    step = jzero.make_train_step(model(num_layers=1), CONFIG, mesh=mesh(2))
-    assert [changes for changes, _ in nearest(step, BATCH, 2**40, 2**40)] == [half, full]
+    step = jzero.make_train_step(dense(), CONFIG, mesh=mesh(2))
+    assert [changes for changes, _ in nearest(step, X, 2**40, 2**40)] == [half, full]
 
 
 def test_without_a_stage_copies_become_shards_of_one():

@@ -1,4 +1,4 @@
-"""State that is not trained: BatchNorm's statistics, counters. Oracle: Flax and optax on one device.
+"""State that is not trained: BatchNorm's statistics. Oracle: the layers by hand, on one device.
 
 BatchNorm over all replicas is the single device's BatchNorm over the same rows, so losses, parameters and statistics
 agree to the rounding of float32.
@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.oracle import plain_loop
 from helpers.plain_flax import Normed
+from helpers.refusals import refuses
 from helpers.sampling import keep, some
-from helpers.steps import assert_close, mesh, run, settings
+from helpers.steps import assert_close, mesh, run, settings, started
 
 import jzero
 from jzero.tree import named
@@ -26,9 +26,16 @@ BATCHES = [
     {"x": RNG.normal(size=(ROWS, 6)).astype(np.float32), "y": RNG.integers(0, 3, ROWS).astype(np.int32)}
     for _ in range(4)
 ]
-
+PAIR = BATCHES[0]["x"], BATCHES[0]["y"]
 
 config = partial(settings, ROWS, accum=ACCUM, lr=LR)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+# ------------------------------------------------------------------------------------------------------ by hand
 
 
 def micro_batches(step, batch):
@@ -37,8 +44,53 @@ def micro_batches(step, batch):
     return [jax.tree.map(lambda x, i=i: x[i], batch) for i in rows]
 
 
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+def dense(p, x):
+    return x @ p["kernel"] + p["bias"]
+
+
+def stored_norm(p, x):
+    """Normalise x by the running statistics; return it, and all parameters."""
+    return (x - p["mean"]) * jax.lax.rsqrt(p["var"] + 1e-5) * p["scale"] + p["bias"], p
+
+
+def plain_norm(p, x):
+    """Normalise x by its own statistics; return it, and the parameters with the running statistics after it."""
+    y, _ = stored_norm({**p, "mean": (mean := x.mean(0)), "var": (var := x.var(0))}, x)
+    return y, {**p, "mean": 0.8 * p["mean"] + 0.2 * mean, "var": 0.8 * p["var"] + 0.2 * var}
+
+
+def net(p, x, norm=plain_norm):
+    """Compute the logits; return them, and the parameters with new statistics."""
+    x, new = norm(p["norm"], dense(p["first"], x))
+    return dense(p["last"], jax.nn.relu(x)), {**p, "norm": new}
+
+
+def by_hand(forward, params, step):
+    """Train on all batches: every micro-batch moves the state; return the losses and the parameters."""
+
+    def loss(params, part):
+        logits, after = forward(params, part["x"])
+        return cross_entropy(logits, part["y"]), after
+
+    def changed(change, params, *others):
+        """Keep state, or what is trained."""
+        is_state = lambda path: path[-1].key in ("mean", "var", "calls", "factor")  # noqa: E731
+        return jax.tree_util.tree_map_with_path(lambda path, *xs: change(is_state(path), *xs), params, *others)
+
+    gradient_of, losses = jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True)), []
+    for batch in BATCHES:
+        values, gradients = [], []
+        for part in micro_batches(step, batch):
+            (value, after), gradient = gradient_of(params, part)
+            params = changed(lambda is_state, old, new: new if is_state else old, params, after)
+            values.append(value)
+            gradients.append(gradient)
+        params = changed(lambda is_state, p, *g: p if is_state else p - LR * sum(g) / ACCUM, params, *gradients)
+        losses.append(np.mean(values))
+    return losses, params
+
+
+# ------------------------------------------------------------------------------------------------------- modules
 
 
 class LinenNet(linen.Module):
@@ -67,67 +119,28 @@ def pmap_model():
     return linen_model("batch")
 
 
-def plain_nnx(params, step):
-    """Train with Flax and optax alone; return losses, parameters by name, the loss of an evaluation."""
-    module = Normed(nnx.Rngs(0))
-    state = nnx.state(module, nnx.Not(nnx.RngState))
-    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
-    nnx.update(module, state)
-    optimizer = nnx.Optimizer(module, optax.sgd(LR), wrt=nnx.Param)
-    gradient_of = nnx.jit(nnx.value_and_grad(lambda m, b: cross_entropy(m(b["x"]), b["y"])))
-    losses = []
-    for batch in BATCHES:
-        total = []
-        for part in micro_batches(step, batch):
-            module.train()
-            loss, gradient = gradient_of(module, part)
-            total.append((loss, gradient))
-        optimizer.update(module, jax.tree.map(lambda *g: sum(g) / ACCUM, *[g for _, g in total]))
-        losses.append(np.mean([loss for loss, _ in total]))
-    module.eval()
-    evaluation = cross_entropy(module(BATCHES[0]["x"]), BATCHES[0]["y"])
-    return losses, named(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngState)))), float(evaluation)
+def of_net(params):
+    """Name the parameters of either kind of module as `net` does."""
+    params = jax.device_get(params)
+    if "norm" in params:
+        return params
+    norm = {**params["BatchNorm_0"], **params["batch_stats"]["BatchNorm_0"]}
+    return {"first": params["Dense_0"], "norm": norm, "last": params["Dense_1"]}
 
 
-def plain_linen(params, step):
-    net, tx, params = LinenNet(), optax.sgd(LR), dict(params)
-    state = {"batch_stats": params.pop("batch_stats")}
-
-    def loss_fn(params, state, part):
-        logits, new = net.apply({"params": params, **state}, part["x"], train=True, mutable=["batch_stats"])
-        return cross_entropy(logits, part["y"]), new
-
-    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
-    losses, opt = [], tx.init(params)
-    for batch in BATCHES:
-        total = []
-        for part in micro_batches(step, batch):
-            (loss, state), gradient = gradient_of(params, state, part)
-            total.append((loss, gradient))
-        updates, opt = tx.update(jax.tree.map(lambda *g: sum(g) / ACCUM, *[g for _, g in total]), opt, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(np.mean([loss for loss, _ in total]))
-    logits = net.apply({"params": params, **state}, BATCHES[0]["x"], train=False)
-    return losses, named({**params, **state}), float(cross_entropy(logits, BATCHES[0]["y"]))
+MAKES = [(nnx_model, 0), (linen_model, 3), (pmap_model, 3)]
 
 
-NORMED = [
-    (nnx_model, plain_nnx, 0), (nnx_model, plain_nnx, 3), (linen_model, plain_linen, 0), (linen_model, plain_linen, 3),
-    (pmap_model, plain_linen, 3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "plain", "stage"), keep(NORMED, NORMED[2:3]))
-def test_batch_norm_trains_as_on_one_device(make, plain, stage):
+@pytest.mark.parametrize(("make", "stage"), keep(MAKES, MAKES[1:2]))
+def test_batch_norm_trains_as_on_one_device(make, stage):
     step = jzero.make_train_step(make(), config(stage))
     start, losses, state = run(step, BATCHES)
-    expected, parameters, evaluation = plain(start, step)
+    expected, after = by_hand(net, of_net(start), step)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert_close(named(state.params), parameters)
-    moved = [name for name in step.model.state if not np.allclose(named(start)[name], named(state.params)[name])]
-    assert sorted(moved) == sorted(step.model.state)
-    assert len(moved) == 2
-    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(evaluation, rel=1e-4)
+    assert_close(of_net(state.params), after)
+    assert len(step.model.state) == 2
+    evaluation = cross_entropy(net(after, PAIR[0], stored_norm)[0], PAIR[1])
+    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(float(evaluation), rel=1e-4)
 
 
 STATISTICS = {"mean": np.full(8, 0.5, np.float32), "var": np.full(8, 4.0, np.float32)}
@@ -144,7 +157,7 @@ def frozen_nnx():
     model = jzero.from_flax(Frozen, lambda m, b: cross_entropy(m(b["x"]), b["y"]))
     params = model.init(jax.random.key(0))
     params["norm"] |= STATISTICS
-    return model, params, lambda p: (p["first"], p["norm"], p["last"])
+    return model, params
 
 
 def frozen_linen():
@@ -154,33 +167,25 @@ def frozen_linen():
             x = linen.BatchNorm(use_running_average=True)(linen.Dense(8)(x))
             return linen.Dense(3)(linen.relu(x))
 
-    net = Frozen()
-    model = jzero.from_flax(net, lambda m, b: cross_entropy(m(b["x"]), b["y"]), example_batch=BATCHES[0])
-    variables = net.init(jax.random.key(0), BATCHES[0]["x"])
+    model = jzero.from_flax(Frozen(), lambda m, b: cross_entropy(m(b["x"]), b["y"]), example_batch=BATCHES[0])
+    variables = Frozen().init(jax.random.key(0), PAIR[0])
     variables["batch_stats"]["BatchNorm_0"] = STATISTICS
-    return model, variables, lambda p: (p["Dense_0"], p["BatchNorm_0"], p["Dense_1"])
+    return model, variables
 
 
 @pytest.mark.parametrize("make", [frozen_nnx, frozen_linen])
 def test_batch_norm_built_with_use_running_average_keeps_it_in_training(make):
-    """Its statistics, which come with the parameters, are read and stay; scale and bias train. The net is by hand."""
-    model, params, parts = make()
+    """Its statistics, which come with the parameters, are read and stay; scale and bias train."""
+    model, params = make()
     step = jzero.make_train_step(model, config(3))
     start, losses, state = run(step, BATCHES, params)
-
-    def loss(params, batch):
-        first, norm, last = parts(params)
-        x = batch["x"] @ first["kernel"] + first["bias"]
-        x = (x - STATISTICS["mean"]) / np.sqrt(STATISTICS["var"] + 1e-5) * norm["scale"] + norm["bias"]
-        return cross_entropy(jax.nn.relu(x) @ last["kernel"] + last["bias"], batch["y"])
-
-    plain = plain_loop(loss, start, BATCHES, optax.sgd(LR))
-    np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
+    expected, after = by_hand(partial(net, norm=stored_norm), of_net(start), step)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert len(model.state) == 2
     for name in model.state:
         np.testing.assert_array_equal(named(state.params)[name], STATISTICS[name.rpartition("/")[2]])
-    expected = float(loss(plain.params, BATCHES[0]))
-    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(expected, rel=1e-5)
+    evaluation = cross_entropy(net(after, PAIR[0], stored_norm)[0], PAIR[1])
+    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(float(evaluation), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -191,13 +196,10 @@ def test_batch_norm_keeps_the_axis_of_a_vmap_around_it():
         x = batch["x"].reshape(2, -1, 6)
         return jax.vmap(lambda half: module(half, train=rng is not None), axis_name="half")(x).var()
 
-    net = LinenNet("half")
-    model = jzero.from_flax(net, halves, example_batch=BATCHES[0])
+    model = jzero.from_flax(LinenNet("half"), halves, example_batch=BATCHES[0])
     params = model.init(jax.random.key(0))
-    values = {"params": {k: v for k, v in params.items() if k != "batch_stats"}, "batch_stats": params["batch_stats"]}
-    logits, _ = net.clone(axis_name=None).apply(values, BATCHES[0]["x"], train=True, mutable=["batch_stats"])
     loss, _ = model.loss(params, BATCHES[0], jax.random.key(0))
-    assert float(loss) == pytest.approx(float(logits.var()), rel=1e-5)
+    assert float(loss) == pytest.approx(float(net(of_net(params), PAIR[0])[0].var()), rel=1e-5)
 
 
 def test_a_copy_of_batch_norm_is_synchronised():
@@ -213,11 +215,86 @@ def test_a_copy_of_batch_norm_is_synchronised():
             return linen.Dense(1)(x - (jax.lax.pmean(mean, self.axis_name) if self.axis_name else mean))
 
     model = jzero.from_flax(Centred(), lambda m, b: (m(b["x"]) ** 2).mean(), example_batch=BATCHES[0])
-    step = jzero.make_train_step(model, config(gradient_accumulation_steps=1))
-    state, x = step.init(jax.random.key(0)), BATCHES[0]["x"]
-    kernel = np.asarray(state.params["Dense_0"]["kernel"])
+    step, state = started(model, config(gradient_accumulation_steps=1))
+    x, kernel = PAIR[0], np.asarray(state.params["Dense_0"]["kernel"])
     _, metrics = step(state, BATCHES[0])
     assert float(metrics["loss"]) == pytest.approx((((x - x.mean(0)) @ kernel) ** 2).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", some([nnx_model, linen_model], [nnx_model]))
+def test_without_synchronisation_every_replica_has_its_own_statistics(make):
+    step, state = started(make(sync_batch_norm=False), config(), mesh=mesh(1, data=4))
+    params, losses, running = of_net(state.params), [], []
+    for replica in range(4):  # its rows, in two micro-batches
+        own = params
+        for first in (8 * replica, 8 * replica + 4):
+            logits, own = net(own, PAIR[0][first : first + 4])
+            losses.append(cross_entropy(logits, PAIR[1][first : first + 4]))
+        running.append(own["norm"])
+    state, metrics = step(state, BATCHES[0])
+    assert float(metrics["loss"]) == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    for name in ("mean", "var"):
+        found = of_net(state.params)["norm"][name]
+        np.testing.assert_allclose(found, np.mean([norm[name] for norm in running], 0), rtol=1e-5, atol=1e-6)
+
+
+def test_state_is_not_trained_keeps_its_dtype_and_does_not_move_in_a_skipped_step():
+    step, state = started(nnx_model(), config(fp16={"enabled": True, "initial_scale_power": 4}), mesh=mesh(2))
+    before = named(jax.device_get(state.params))
+    assert all(before[name].dtype == np.float32 for name in step.model.state)
+    assert not set(step.model.state) & set(step.trainable_names)
+    bad = {**BATCHES[0], "x": np.where(np.arange(6) == 0, np.nan, PAIR[0])}
+    state, metrics = step(state, bad)
+    assert metrics["skipped"]
+    for name, x in named(jax.device_get(state.params)).items():
+        np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_built_module_trains_though_it_was_evaluated(frozen):
+    built = Normed(nnx.Rngs(0))
+    built.eval()
+
+    def loss(module, batch):
+        if frozen:
+            module.norm.eval()
+        return cross_entropy(module(batch["x"]), batch["y"])
+
+    step, state = started(jzero.from_flax(built, loss), config(), mesh=mesh(2))
+    state, _ = step(state, BATCHES[0])
+    assert (not np.any(state.params["norm"]["mean"])) is frozen
+
+
+class Masking(nnx.BatchNorm):
+    """A subclass that makes the mask itself."""
+
+    def __call__(self, x, mask):
+        return super().__call__(x, mask=mask > 0)
+
+
+@pytest.mark.parametrize("kind", [linen.BatchNorm, nnx.BatchNorm, Masking])
+def test_a_mask_is_refused_while_batch_norm_is_synchronised(kind):
+    def of_linen(module, batch, rng):
+        mask = batch["y"][:, None] > 0
+        return module(batch["x"], use_running_average=rng is None, mask=mask).mean()
+
+    def of_nnx(module, batch):
+        return module(batch["x"], mask=batch["y"][:, None] > 0).mean()
+
+    def make(sync, n=2):
+        module, more = lambda rngs: kind(6, rngs=rngs), {"loss_fn": of_nnx}
+        if kind is linen.BatchNorm:
+            module, more = kind(), {"loss_fn": of_linen, "example_batch": BATCHES[0]}
+        return jzero.make_train_step(jzero.from_flax(module, sync_batch_norm=sync, **more), config(), mesh=mesh(n))
+
+    words = r"BatchNorm with a mask cannot be synchronised.*sync_batch_norm=False"
+    refuses(lambda: make(True).lower(BATCHES[0]), words)
+    make(False).lower(BATCHES[0])
+    if kind is not linen.BatchNorm:
+        make(True, n=1).lower(BATCHES[0])  # one replica has nothing to synchronise
+
+
+# ------------------------------------------------------------------------------------------------- a stack
 
 
 class Layer(nnx.Module):
@@ -229,86 +306,57 @@ class Layer(nnx.Module):
 
 
 class Deep(nnx.Module):
-    """BatchNorm in prefix, every layer and suffix; a counter of calls in the suffix."""
+    """BatchNorm in prefix, every layer and suffix; a counter in the suffix; a factor that moves in the prefix."""
 
     def __init__(self, rngs):
         self.first, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
         self.stack = nnx.vmap(lambda rngs: Layer(rngs=rngs))(rngs.fork(split=4))
         self.last, self.out = nnx.BatchNorm(8, momentum=0.8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
-        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.calls, self.factor = nnx.Variable(jnp.zeros((), jnp.int32)), nnx.Variable(jnp.ones(()))
 
     def prefix(self, batch):
-        return self.norm(self.first(batch["x"]))
+        x = self.norm(self.first(batch["x"])) * self.factor[...]
+        self.factor[...] = 0.5 * self.factor[...] + 0.1
+        return x
 
     def suffix(self, x, batch):
         self.calls[...] += 1
         return cross_entropy(self.out(self.last(x)), batch["y"])
 
 
-def plain_norm(p, x):
-    """Normalise x by its own statistics; return it, and the running statistics after it."""
-    mean, var = x.mean(0), x.var(0)
-    y = (x - mean) * jax.lax.rsqrt(var + 1e-5) * p["scale"] + p["bias"]
-    return y, {"mean": 0.8 * p["mean"] + 0.2 * mean, "var": 0.8 * p["var"] + 0.2 * var}
+def layer_of(stack, i):
+    return jax.tree.map(lambda w: w[i], stack)
 
 
-def plain_deep(params, step):
-    """Train by hand: BatchNorm is written out."""
-
-    def loss_fn(params, batch):
-        ends, stack = params["ends"], params["stack"]
-        x, norm = plain_norm(ends["norm"], batch["x"] @ ends["first"]["kernel"] + ends["first"]["bias"])
-        layers = []
-        for i in range(4):
-            layer = jax.tree.map(lambda w, i=i: w[i], stack)
-            y, new = plain_norm(layer["norm"], x @ layer["linear"]["kernel"] + layer["linear"]["bias"])
-            x = x + jax.nn.relu(y)
-            layers.append(new)
-        x, last = plain_norm(ends["last"], x)
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
-        value = cross_entropy(x @ ends["out"]["kernel"] + ends["out"]["bias"], batch["y"])
-        return value, {"norm": norm, "last": last, "stack": {"norm": stacked}}
-
-    losses, params = [], jax.tree.map(jnp.asarray, params)
-    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True, allow_int=True))
-    for batch in BATCHES:
-        total = []
-        for part in micro_batches(step, batch):
-            (value, new), gradient = gradient_of(params, part)
-            total.append((value, gradient))
-            for node, stats in ((params["ends"]["norm"], new["norm"]), (params["ends"]["last"], new["last"])):
-                node.update(stats)
-            params["stack"]["norm"].update(new["stack"]["norm"])
-        losses.append(np.mean([value for value, _ in total]))
-
-        def descend(path, p, *gs):
-            still = path[-1].key in ("mean", "var", "calls")
-            return p if still else p - LR * sum(gs) / ACCUM
-
-        params = jax.tree_util.tree_map_with_path(descend, params, *[g for _, g in total])
-    return losses, named({**params["ends"], "stack": params["stack"]})
+def deep(params, x):
+    ends, layers = params["ends"], []
+    x, norm = plain_norm(ends["norm"], dense(ends["first"], x))
+    x = x * ends["factor"]
+    for i in range(4):
+        layer = layer_of(params["stack"], i)
+        y, new = plain_norm(layer["norm"], dense(layer["linear"], x))
+        x = x + jax.nn.relu(y)
+        layers.append({**layer, "norm": new})
+    x, last = plain_norm(ends["last"], x)
+    ends = {**ends, "norm": norm, "last": last, "calls": ends["calls"] + 1, "factor": 0.5 * ends["factor"] + 0.1}
+    return dense(ends["out"], x), {"ends": ends, "stack": jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}
 
 
 LAYOUTS = [
-    ({"data": 2}, 0, {}),
     ({"zero": 4}, 3, {}),
     ({"zero": 2}, 3, {"stack": {"unroll": False}}),
     ({"zero": 2}, 3, {"activation_checkpointing": {"policy": "full"}}),
     ({"pipe": 2, "zero": 2}, 0, {}),
     ({"pipe": 2, "zero": 2}, 1, {"pipeline": {"schedule": "zero_bubble"}}),
     ({"pipe": 2}, 3, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
-    ({"pipe": 4, "zero": 2}, 0, {"pipeline": {"schedule": "gpipe"}}),
     ({"pipe": 2, "zero": 2}, 3, {"stack": {"unroll": False}}),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "stage", "more"), some(LAYOUTS, LAYOUTS[4:5]))
+@pytest.mark.parametrize(("degrees", "stage", "more"), some(LAYOUTS, LAYOUTS[3:4]))
 def test_a_stack_with_state_trains_as_on_one_device(degrees, stage, more):
     step = jzero.make_train_step(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(**{"zero": 1, **degrees}))
     start, losses, state = run(step, BATCHES)
-    expected, after = plain_deep(start, step)
+    expected, after = by_hand(deep, start, step)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    found = named({**state.params["ends"], "stack": state.params["stack"]})
-    calls = found.pop("calls")
-    assert_close(found, after, rtol=2e-4, atol=2e-6)
-    assert int(calls) == len(BATCHES) * ACCUM
+    assert_close(state.params, after, rtol=2e-4, atol=2e-6)
