@@ -15,6 +15,7 @@ from helpers.sampling import keep
 from jzero import cli
 from jzero.planner import gpus, named_models, plan_command, plan_facts
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
+from jzero.planner.plan_display import PlanSection, section_text
 from jzero.recipes.recipe_table import load_recipes
 from models import named as published
 
@@ -77,6 +78,10 @@ def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
     assert code == 2
     assert "does not fit" in out
     assert "largest: " in said
+
+
+def test_a_warning_is_a_section_without_rows():
+    assert section_text(PlanSection("", note="warning: slow")) == "warning: slow"
 
 
 def test_a_missing_config_comes_before_a_missing_compiler(tmp_path, monkeypatch, capsys):
