@@ -26,23 +26,21 @@ class Fault(NamedTuple):
     Attributes:
       fault: what is wrong, in words.
       outcome: what jzero does, in words.
-      provoke: called with an empty folder: raises a ConfigError or a CheckpointError.
-      seconds: the bound of `provoke`, in seconds of CPU time.
+      test: for a row without `provoke`, the name of the test of the fault.
+      provoke: called with an empty folder: raises a ConfigError or a CheckpointError within a second of CPU time.
       parts: texts in the error's one line.
-      test: for a row without `provoke`, the test of the fault, "FILE.py::NAME".
     """
 
     fault: str
     outcome: str
-    provoke: Provoke | None = None
-    seconds: float = 1
-    parts: tuple[str, ...] = ()
     test: str = ""
+    provoke: Provoke | None = None
+    parts: tuple[str, ...] = ()
 
 
-def refused(fault: str, provoke: Provoke, *parts: str, outcome: str = "") -> Fault:
+def refused(fault: str, provoke: Provoke, *parts: str) -> Fault:
     """Make a row of an input that is refused within a second."""
-    return Fault(fault, outcome or "one line, before anything starts", provoke, parts=parts)
+    return Fault(fault, "one line, before anything starts", provoke=provoke, parts=parts)
 
 
 def load(config: Any) -> Provoke:
@@ -86,13 +84,6 @@ def batches(size: int) -> Provoke:
         return DataLoader((np.zeros((16, 784), np.float32), np.zeros(16, np.int32)), step)
 
     return provoke
-
-
-def nested(levels: int) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for _ in range(levels):
-        data = {"a": data}
-    return data
 
 
 def circle() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import re
 import signal
 import time
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ from jzero.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 ROWS = [fault for faults in table.TABLE.values() for fault in faults]
-PATIENCE = 20  # times the bound, on the wall clock of a busy machine
+PATIENCE = 20  # seconds on the wall clock of a busy machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,8 +25,8 @@ def warm():
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.fault) for row in ROWS if row.provoke])
 def test_fault(row, tmp_path):
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"no answer within {row.seconds * PATIENCE} s"))
-    signal.setitimer(signal.ITIMER_REAL, row.seconds * PATIENCE)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"no answer within {PATIENCE} s"))
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     started = time.thread_time()
     try:
         with pytest.raises((jzero.ConfigError, CheckpointError)) as error:
@@ -38,20 +37,13 @@ def test_fault(row, tmp_path):
     assert [part for part in row.parts if part not in text] == [], text
     assert len(text.splitlines()) == 1
     assert len(text.encode()) < 3000
-    assert took < row.seconds
+    assert took < 1
 
 
-@cache
-def defined_in(file):
-    """The names of the tests in the one file of this name, wherever it is."""
-    (path,) = (ROOT / "tests").rglob(file)
-    return re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.fault) for row in ROWS if not row.provoke])
-def test_fault_is_tested(row):
-    file, _, name = row.test.partition("::")
-    assert name in defined_in(file)
+def test_the_other_faults_are_tested():
+    files = (ROOT / "tests").glob("*/test_*.py")
+    defined = {name for file in files for name in re.findall(r"^def (test_\w+)\(", file.read_text(), re.M)}
+    assert [row.test for row in ROWS if not row.provoke and row.test not in defined] == []
 
 
 def test_messages_are_shortened_and_printable():

@@ -72,62 +72,53 @@ def test_goodput_of_a_run_with_a_failure():
     assert str(found).startswith(words)
 
 
-def test_failures_of_several_attempts():
-    """Each attempt may repeat the failures before it; the time of one that wrote nothing is the restart's."""
-    records = [
-        started(0, 1), state(1, 0), *steps(1, [1, 2, 3], [2, 3, 4]),
-        failure(5, 5, "a 0"), failure(9, 10, "a 1"), started(20, 21), state(21, 0), *steps(1, [21], [22]),
-        failure(5, 5, "a 0"), failure(9, 10, "a 1"), failure(30, 90, "a 2"), started(100, 101), state(101, 1, "x"),
-        *steps(2, [101], [102]),
-    ]  # fmt: skip
-    found = goodput(records)
-    assert found.wall == 102
-    assert found.lost == {
-        "start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60,
-    }  # fmt: skip
-    assert found.steps == 1 + 1
-
-
 def refused(began, **fields):
     """A start that a mistake ends 2 s later, without a state."""
     why = "ConfigError: the rank is 8, the checkpoint's is 4"
     return [started(began, began + 1) | fields, record("end", began + 2, step=0, reason=why)]
 
 
-def test_a_refused_start_and_the_time_after_a_clean_end_do_not_count():
-    """By hand: 1 s of start, 3 steps of 1 s and a save of 1 s; then 1 s of start, 2 of restore, 2 steps of 1 s."""
-    first = [
-        started(0, 1), state(1, 0), *steps(1, [1, 2, 3], [2, 3, 4]), save(4, 5, 3), record("end", 7, step=3, reason=""),
-    ]  # fmt: skip
-    again = [started(1000, 1001), state(1003, 3, "x"), *steps(4, [1003, 1004], [1004, 1005])]
-    assert goodput(first) == goodput([*first, *refused(500)])
-    found = goodput([*refused(-90), *first, *refused(500), *refused(600), *again])
-    assert found == goodput([*first, *again])
-    assert (found.wall, found.steps) == (5 + 5, 3 + 2)
-    assert found.lost == {"start": 1 + 1, "save": 1, "restore": 2}
+def begun(began):
+    """A start of 1 s."""
+    return [started(began, began + 1), state(began + 1, 0)]
 
 
-@pytest.mark.parametrize("reason", ["SIGTERM", "KeyboardInterrupt", "ValueError: no", None])
-def test_the_time_after_any_other_end_counts(reason):
-    end = [] if reason is None else [record("end", 3, step=1, reason=reason)]
-    records = [started(0, 1), state(1, 0), *steps(1, [1], [2]), *end, *refused(40), started(102, 103), state(103, 1)]
+FAILED = [failure(5, 5, "a 0"), failure(9, 10, "a 1")]
+CLEAN = [*begun(0), *steps(1, [1, 2, 3], [2, 3, 4]), save(4.5, 5, 3), record("end", 7, step=3, reason="")]
+AGAIN = [started(1000, 1001), state(1003, 3, "x"), *steps(4, [1003, 1004], [1004, 1005])]
+ENDED = [*refused(40), started(102, 103), state(103, 1)]
+CASES = {  # rule: (records, wall time, time of steps, the rest)
+    "an attempt may repeat the failures before it; the time of one that wrote nothing is the restart's": (
+        [*begun(0), *steps(1, [1, 2, 3], [2, 3, 4]), *FAILED, *begun(20), *steps(1, [21], [22]),
+         *FAILED, failure(30, 90, "a 2"), started(100, 101), state(101, 1, "x"), *steps(2, [101], [102])],
+        102, 1 + 1, {"start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60},
+    ),
+    "a refused start counts as little": ([*CLEAN, *refused(500)], 5, 3, {"start": 1, "script": 0.5, "save": 0.5}),
+    "as the time after a clean end": (
+        [*refused(-90), *CLEAN, *refused(500), *refused(600), *AGAIN],
+        10, 5, {"start": 2, "script": 0.5, "save": 0.5, "restore": 2},
+    ),
+    "that after SIGTERM counts": (
+        [*begun(0), *steps(1, [1], [2]), record("end", 3, step=1, reason="SIGTERM"), *ENDED],
+        103, 1, {"start": 1 + 1, "stopped": 100},
+    ),
+    "and after a kill": ([*begun(0), *steps(1, [1], [2]), *ENDED], 103, 1, {"start": 1 + 1, "stopped": 100}),
+    "a start without a state counts if a launcher saw it fail": (
+        [*refused(0, attempt="a 0"), failure(2, 4, "a 0"), *begun(7), *steps(1, [8], [9])],
+        9, 1, {"start": 1 + 1, "repeated steps": 1, "detect": 2, "restart": 3},
+    ),
+    "clocks that differ give no negative time": (
+        [*begun(10), *steps(1, [11], [12]), failure(5, 6, "a"), started(7, 8), state(9, 0)],
+        2, 0, {"start": 1, "repeated steps": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_times_by_hand(rule):
+    records, wall, of_steps, lost = CASES[rule]
     found = goodput(records)
-    assert (found.wall, found.lost) == (103, {"start": 1 + 1, "stopped": 100})
-
-
-def test_a_start_without_a_state_counts_if_a_launcher_saw_it_fail():
-    """The job's time: its first attempt failed in the read of a checkpoint, say."""
-    lost = refused(0, attempt="a 0")
-    found = goodput([*lost, failure(2, 4, "a 0"), started(7, 8), state(8, 0), *steps(1, [8], [9])])
-    assert (found.wall, found.steps) == (9, 1)
-    assert found.lost == {"start": 1 + 1, "repeated steps": 1, "detect": 2, "restart": 3}
-
-
-def test_clocks_that_differ_give_no_negative_time():
-    first = [started(10, 11), state(11, 0), *steps(1, [11], [12])]
-    found = goodput([*first, failure(5, 6, "a"), started(7, 8), state(9, 0)])
-    assert found.lost == {"start": 1.0, "repeated steps": 1.0}
-    assert (found.wall, found.steps) == (2.0, 0.0)
+    assert (found.wall, found.steps, found.lost) == (wall, of_steps, lost)
 
 
 def test_nothing_to_count():

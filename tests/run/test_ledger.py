@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses
 from helpers.regression import CONFIG, Regression
+from helpers.resuming import no_signal_handler  # noqa: F401
 
 import jzero
 from jzero import ledger
-from jzero.distributed import preemption
 from jzero.ledger import writer
 from jzero.ledger.read import chunks_of
 from jzero.plots.history import read_run
 
 ROWS = 44
-
-
-@pytest.fixture(autouse=True)
-def no_signal_handler(monkeypatch):
-    """SIGTERM stays pytest's."""
-    monkeypatch.setattr(preemption, "listen", lambda: None)
 
 
 def data():
@@ -42,18 +36,13 @@ def start(directory, devices=1, training_data=None, resume=None, **sections):
 
 def train(engine, steps):
     """Return {step: (metrics, rows of its global batch)} as the engine returned and received them."""
-    found, run = {}, engine.step_fn.run
-
-    def seen(state, fed, skip):
-        found[engine.global_steps + 1] = np.concatenate([np.asarray(part["row"]) for part in fed.batch])
-        return run(state, fed, skip)
-
-    engine.step_fn.run = seen
+    found, run, fed = {}, engine.step_fn.run, []
+    engine.step_fn.run = lambda state, given, skip: fed.append(given.batch) or run(state, given, skip)
     try:
         for _ in range(steps):
             engine.train_batch()
             metrics = {name: float(x) for name, x in engine.metrics.items() if name not in ("loss_scale", "skipped")}
-            found[engine.global_steps] = metrics, found[engine.global_steps]
+            found[engine.global_steps] = metrics, np.concatenate([np.asarray(part["row"]) for part in fed.pop()])
     finally:
         del engine.step_fn.run
     return found
@@ -73,8 +62,12 @@ def test_records_are_what_the_run_did(tmp_path):
     expected = train(engine, 4)
     engine.save_checkpoint().wait()
     engine.save_checkpoint(other, tag="mine").wait()
+    ready = threading.Event()
+    engine._observers.waiter.give(None, lambda values, end: ready.wait(60))  # what follows is on its way
     engine.eval_batch({name: x[:8] for name, x in data().items()})
     evaluated = {name: float(x) for name, x in engine.eval_metrics.items()}
+    engine.eval_metrics["split"] = "valid"  # they are the script's
+    ready.set()
     expected |= train(engine, 4)  # into the second epoch
     assert f"\n  {ledger.read(home).goodput}\n" in str(engine._observers.summary())
     engine._observers.close()
@@ -91,33 +84,30 @@ def test_records_are_what_the_run_did(tmp_path):
     ]  # fmt: skip
     assert saves[0]["bytes"] == sum(x.nbytes for x in jax.tree.leaves(engine.state))
     assert all(s["began"] <= s["time"] and s["background"] > 0 and s["stall"] > 0 for s in saves)
-    times = [one["time"] for one in run.of("step")]
-    assert times == sorted(times)
     assert run.of("step")[0]["compile"] > 0
     assert all(s.get("compile", 0.0) <= s["time"] - s["began"] + 1e-3 for s in run.of("step"))  # rounded
     assert sum(run.goodput.lost.values()) + run.goodput.steps == pytest.approx(run.goodput.wall, abs=1e-3)
 
 
-def test_two_resumes_on_other_meshes(tmp_path):
+def test_resumes_on_other_meshes(tmp_path):
     """Steps that a resume takes again count once; the rows are the same."""
     engine = start(tmp_path, zero_optimization={"stage": 2})
     expected = train(engine, 3)
     engine.save_checkpoint().wait()
     lost = train(engine, 3)
-    for devices, steps in ((2, 4), (4, 5)):
-        engine = start(tmp_path, devices, resume=tmp_path)
-        assert engine.global_steps == max(expected)
-        expected |= train(engine, steps - 2)
-        engine.save_checkpoint().wait()
-        lost |= train(engine, 2)
-        engine._observers.close()
+    engine = start(tmp_path, 4, resume=tmp_path)
+    assert engine.global_steps == 3
+    expected |= train(engine, 2)
+    engine.save_checkpoint().wait()
+    lost |= train(engine, 2)
+    engine._observers.close()
     engine = start(tmp_path, 2, resume=tmp_path)
     engine._observers.close()  # a start without a step: what it would repeat no longer counts
     run = ledger.read(tmp_path)
     check_steps(run, expected)
-    assert sorted(lost) == [4, 5, 6, 7, 9, 10]
-    assert [one["mesh"]["zero"] for one in run.of("start")] == [1, 2, 4, 2]
-    assert [one["step"] for one in run.of("state")] == [0, 3, 5, 8]
+    assert sorted(lost) == [4, 5, 6, 7]
+    assert [one["mesh"]["zero"] for one in run.of("start")] == [1, 4, 2]
+    assert [one["step"] for one in run.of("state")] == [0, 3, 5]
     assert run.goodput.lost["repeated steps"] > 0
 
 
@@ -135,19 +125,20 @@ def test_a_run_that_does_not_resume_is_a_new_one_which_may_load_a_checkpoint(tmp
     check_steps(ledger.read(tmp_path), expected)
 
 
-@pytest.mark.parametrize("case", ["drop_last", "seed", "no length", "three calls"])
+@pytest.mark.parametrize("case", ["no length", "three calls"])
 def test_rows(tmp_path, case):
-    config = {"drop_last": {"dataloader_drop_last": True}, "seed": {"seed": 7}}.get(case, {})
-    rows = [{name: x[i] for name, x in data().items()} for i in range(ROWS)]
-    engine = start(tmp_path, 2, training_data=(lambda: iter(rows)) if case == "no length" else None, **config)
     if case == "three calls":
-        expected = {}
-        for batch in engine.training_dataloader:
-            engine.backward(engine(batch))
-            engine.step()
-            expected[engine.global_steps] = np.asarray(batch["row"])
+        engine, expected = start(tmp_path, 2, dataloader_drop_last=True, seed=7), {}
+        for _ in range(2):
+            for batch in engine.training_dataloader:
+                engine.backward(engine(batch))
+                engine.step()
+                expected[engine.global_steps] = np.asarray(batch["row"])
+        assert len(expected) == 2 * (ROWS // 8)
     else:
-        expected = {number: seen for number, (_, seen) in train(engine, 5 if case == "no length" else 7).items()}
+        rows = [{name: x[i] for name, x in data().items()} for i in range(ROWS)]
+        engine = start(tmp_path, 2, training_data=lambda: iter(rows))
+        expected = {number: seen for number, (_, seen) in train(engine, 5).items()}
     engine._observers.close()
     run = ledger.read(tmp_path)
     assert list(run.steps) == list(expected)
@@ -168,8 +159,7 @@ def test_rows_that_a_ledger_does_not_know(tmp_path):
         (3, r"step 3: the loader went from \[0, 8\] to \[0, 32\]"),
         (9, r"rows\(9\): .* its steps: 1 to 3"),
     ):
-        with pytest.raises(jzero.ConfigError, match=words):
-            run.rows(number)
+        refuses(lambda number=number: run.rows(number), words)
 
 
 def test_a_torn_line_is_skipped_and_continued(tmp_path):
@@ -189,12 +179,11 @@ def test_a_torn_line_is_skipped_and_continued(tmp_path):
     assert len(ledger.read(tmp_path).of("step")) == 5
 
 
-@pytest.mark.parametrize("there", ["a directory", "a link"])
-def test_a_ledger_that_cannot_be_written_is_a_warning(tmp_path, there):
-    """And no link is followed."""
-    file, theirs = tmp_path / "ledger.jsonl", tmp_path / "theirs"
+def test_a_ledger_that_cannot_be_written_is_a_warning(tmp_path):
+    """Such as a link, which is not followed."""
+    theirs = tmp_path / "theirs"
     theirs.write_text("theirs")
-    file.mkdir() if there == "a directory" else file.symlink_to(theirs)
+    (tmp_path / "ledger.jsonl").symlink_to(theirs)
     with pytest.warns(RuntimeWarning, match=r"ledger.jsonl: no records of this run: "):
         engine = start(tmp_path)
     assert len(train(engine, 2)) == 2
@@ -227,27 +216,17 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_a_save_that_never_ends_delays_nothing(tmp_path, monkeypatch):
-    """Records keep their order; the end does not wait for ever."""
+    """Records keep their order; the end does not wait for ever; a record that fails does not end the others."""
     monkeypatch.setattr(writer, "CLOSE_TIMEOUT", 0.3)
-    file = writer.RecordWriter(tmp_path / "runs" / "ledger.jsonl")
-    file.put({"n": 1})
-    file.put_save(writer.Later(lambda: False, lambda: {"n": 2}))
-    file.put_save(writer.Later(lambda: True, lambda: {"n": 3}))
-    file.put({"n": 4})
-    file.close()
-    written = [json.loads(line)["n"] for line in (tmp_path / "runs" / "ledger.jsonl").read_text().splitlines()]
-    assert written == [1, 3, 4]
-
-
-def test_a_record_that_fails_does_not_end_the_records(tmp_path):
-    def bug():
-        raise KeyError("loss")
 
     def write():
-        file = writer.RecordWriter(tmp_path / "ledger.jsonl")
-        file.put({"n": object()})
-        file.put_save(writer.Later(lambda: True, bug))
+        file = writer.RecordWriter(tmp_path / "runs" / "ledger.jsonl")
         file.put({"n": 1})
+        file.put_save(writer.Later(lambda: False, lambda: {"n": 2}))
+        file.put({"n": object()})
+        file.put_save(writer.Later(lambda: True, lambda: {}["loss"]))
+        file.put_save(writer.Later(lambda: True, lambda: {"n": 3}))
+        file.put({"n": 4})
         file.close()
 
     with pytest.warns(RuntimeWarning) as warned:
@@ -255,15 +234,12 @@ def test_a_record_that_fails_does_not_end_the_records(tmp_path):
     assert [str(one.message).rpartition("ledger.jsonl: ")[2] for one in warned] == [
         "a record is lost: TypeError: Object of type object is not JSON serializable"
     ]
-    assert (tmp_path / "ledger.jsonl").read_text() == '{"n": 1}\n'
+    written = (tmp_path / "runs" / "ledger.jsonl").read_text().splitlines()
+    assert [json.loads(line)["n"] for line in written] == [1, 3, 4]
 
 
 def test_metrics_that_are_not_finite(tmp_path):
     """Standard JSON has no such numbers, so other programs refuse a line that contains them."""
-
-    def refuse(text):
-        raise AssertionError(text)
-
     engine = start(tmp_path, jsonl_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "curves"})
     engine.train_batch({name: x[:8] * np.float32(np.nan) for name, x in data().items()})
     engine.train_batch()
@@ -271,7 +247,7 @@ def test_metrics_that_are_not_finite(tmp_path):
     for name in ("ledger.jsonl", "curves/metrics.jsonl"):
         lines = (tmp_path / name).read_text().splitlines()
         assert '"nan"' in "".join(lines)
-        assert all(json.loads(line, parse_constant=refuse) for line in lines)
+        assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)
     first = ledger.read(tmp_path).steps[1]
     assert np.isnan(first.metrics["loss"])
     assert np.isnan(read_run(tmp_path / "curves").curves["loss"].value[0])

@@ -1,8 +1,7 @@
-"""Monitors: the files of a run read back equal to the metrics that the engine returned."""
+"""Monitors: the files and services of a run get the metrics that the engine returned."""
 
 import csv
 import json
-import struct
 import sys
 import types
 
@@ -14,6 +13,8 @@ from helpers.regression import CONFIG, Regression
 import jzero
 from jzero.config.observed import FilesConfig
 from jzero.run import monitors
+
+LOSS = "Train/Samples/train_loss"
 
 
 def train(steps=5, **sections):
@@ -47,44 +48,56 @@ def read_csv(directory):
     found = {}
     for path in directory.glob("*.csv"):
         header, *rows = csv.reader(path.open(newline=""))
-        assert header[0] == "step"
-        assert path.stem == f"Train_Samples_{header[1]}"
+        assert header == ["step", path.stem.removeprefix("Train_Samples_")]
         found[f"Train/Samples/{header[1]}"] = [(int(x), float(y)) for x, y in rows]
     return found
 
 
-def read_tensorboard(directory):
-    """Read an event file by its format (TFRecord: length, its checksum, data, its checksum)."""
-    from tensorboardX.proto.event_pb2 import Event
+@pytest.fixture
+def services(monkeypatch):
+    """Stand for the packages of services: {service: (arguments of its start, what it is told)}."""
+    found = {}
 
-    (path,) = directory.glob("events.out.tfevents.*")
-    data, found = path.read_bytes(), {}
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        event = Event.FromString(data[12 : 12 + length])
-        data = data[16 + length :]
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    def started(service):
+        class Run:
+            def __getattr__(self, name):
+                return lambda *args, **keywords: found[service][1].append((name, *args, keywords))
+
+        return lambda *args, **keywords: found.update({service: ((*args, keywords), [])}) or Run()
+
+    for package, start in (("wandb", "init"), ("comet_ml", "start"), ("tensorboardX", "SummaryWriter")):
+        monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(**{start: started(package)}))
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
     return found
 
 
-@pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
-def test_files_contain_the_metrics_of_every_step(tmp_path, precision):
+def test_each_monitor_gets_the_metrics_of_every_step(services, tmp_path):
+    """Comet a value every so many samples."""
     sections = {name: files(tmp_path / name) for name in ("csv_monitor", "jsonl_monitor", "tensorboard")}
-    engine, expected = train(**sections, **precision)
+    sections["wandb"] = {"enabled": True, "project": "p", "team": "t"}
+    sections["comet"] = {"enabled": True, "samples_log_interval": 16, "online": False, "experiment_name": "n"}
+    engine, expected = train(**sections, fp16={"enabled": True})
     engine._observers.close()
-    assert {"Train/Samples/train_loss", "Train/Samples/worst", "Train/Samples/eval_worst"} <= set(expected)
+    assert {LOSS, "Train/Samples/worst", "Train/Samples/eval_worst"} <= set(expected)
     assert read_csv(tmp_path / "csv_monitor" / "run") == expected
-    assert read_tensorboard(tmp_path / "tensorboard" / "run") == expected
     lines = [json.loads(line) for line in (tmp_path / "jsonl_monitor/run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5]
-    found = {}
-    for line in lines:
-        samples = line.pop("samples")
-        assert samples == 8 * line.pop("step")
-        for name, value in line.items():
-            found.setdefault(name, []).append((samples, float(value)))  # "inf" under fp16
-    assert found == expected
+    logged = [(words["step"], values) for _, values, words in services["wandb"][1][:-1]]
+    for found in (logged, [(line.pop("samples"), line) for line in lines if line.pop("step")]):
+        curves = {}
+        for samples, values in found:
+            for name, value in values.items():
+                curves.setdefault(name, []).append((samples, float(value)))  # "inf" under fp16
+        assert curves == expected
+    assert services["wandb"][0] == ({"project": "p", "group": None, "entity": "t"},)
+    assert services["wandb"][1][-1] == ("finish", {})
+    directory, told = services["tensorboardX"]
+    assert directory == (str(tmp_path / "tensorboard" / "run"), {})
+    assert [(samples, value) for _, name, value, samples, _ in told[:-1] if name == LOSS] == expected[LOSS]
+    started, told = services["comet_ml"]
+    assert (started[0]["online"], told[0]) == (False, ("set_name", "n", {}))
+    losses = [(words["step"], value) for _, name, value, words in told[1:-1] if name == LOSS]
+    assert losses == expected[LOSS][::2]
 
 
 def test_times_of_a_breakdown(tmp_path):
@@ -111,15 +124,17 @@ def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
 def test_the_curves_stay_where_they_began(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     curves = monitors.CsvFiles(FilesConfig(enabled=True, output_path="here", job_name="run"))
-    curves.write({"Train/Samples/lr": 1.0}, 8, 1)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    curves.write({"Train/Samples/lr": 2.0, "Train/Samples/eval_loss": 3.0}, 16, 2)
-    expected = {"Train/Samples/lr": [(8, 1.0), (16, 2.0)], "Train/Samples/eval_loss": [(16, 3.0)]}
-    assert read_csv(tmp_path / "here" / "run") == expected
+    curves.write({LOSS: 2.0}, 16, 2)
+    assert read_csv(tmp_path / "here" / "run") == {LOSS: [(16, 2.0)]}
     curves.close()
     with pytest.raises(ValueError, match="closed file"):
-        curves.write({"Train/Samples/lr": 3.0}, 24, 3)
+        curves.write({LOSS: 3.0}, 24, 3)
+    board = monitors.TensorBoard(FilesConfig(enabled=True, output_path="board", job_name=""))  # the package itself
+    board.write({LOSS: 2.0}, 16, 2)
+    board.close()
+    assert b"train_loss" in next((tmp_path / "elsewhere" / "board").iterdir()).read_bytes()
 
 
 def test_a_step_is_written_once_it_has_ended_and_a_resumed_run_continues(tmp_path):
@@ -127,51 +142,9 @@ def test_a_step_is_written_once_it_has_ended_and_a_resumed_run_continues(tmp_pat
     engine, expected = train(steps=2, csv_monitor=files(tmp_path))
     engine._observers.waiter.settle()
     assert read_csv(tmp_path / "run") == expected
-    for _ in range(2):
-        engine._observers.close()
-        engine, _ = train(steps=1, csv_monitor=files(tmp_path))
     engine._observers.close()
-    assert [len(rows) for rows in read_csv(tmp_path / "run").values()] == [4, 4, 4, 4]
-
-
-@pytest.fixture
-def service(monkeypatch):
-    """Stands for wandb and Comet: records how a run was started, and what it is told."""
-    started, calls = {}, []
-
-    class Run:
-        def __getattr__(self, name):
-            return lambda *args, **keywords: calls.append((name, args, keywords))
-
-    def begin(**keywords):
-        started.update(keywords)
-        return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=begin))
-    monkeypatch.setitem(sys.modules, "comet_ml", types.SimpleNamespace(start=begin))
-    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name)
-    return started, calls
-
-
-def test_weights_and_biases(service):
-    started, calls = service
-    engine, expected = train(steps=2, wandb={"enabled": True, "project": "p", "team": "t"})
-    engine._observers.close()
-    assert started == {"project": "p", "group": None, "entity": "t"}
-    assert [(name, keywords) for name, _, keywords in calls] == [
-        ("log", {"step": 8}), ("log", {"step": 16}), ("finish", {}),
-    ]  # fmt: skip
-    assert calls[0][1][0]["Train/Samples/train_loss"] == expected["Train/Samples/train_loss"][0][1]
-
-
-def test_comet_takes_a_value_every_so_many_samples(service):
-    started, calls = service
-    section = {"enabled": True, "samples_log_interval": 16, "online": False, "experiment_name": "n"}
-    train(steps=5, comet=section)[0]._observers.close()
-    assert started["online"] is False
-    assert calls[0] == ("set_name", ("n",), {})
-    losses = [keywords for _, args, keywords in calls if args[:1] == ("Train/Samples/train_loss",)]
-    assert losses == [{"step": 8}, {"step": 24}, {"step": 40}]
+    train(steps=1, csv_monitor=files(tmp_path))[0]._observers.close()
+    assert [len(rows) for rows in read_csv(tmp_path / "run").values()] == [3, 3, 3, 3]
 
 
 def refuse(**_):
@@ -185,13 +158,9 @@ def refuse(**_):
         ("wandb", r"wandb.enabled = true: the package wandb .*; pip install -e '.*\[wandb\]'"),
         ("comet", r"comet.enabled = true: the package comet_ml .*; pip install -e '.*\[comet\]'"),
         ("wandb", "wandb: RuntimeError: no API key"),
-        ("csv_monitor", r"csv_monitor.output_path, .*file is not a writable directory"),
     ],
 )
-def test_what_a_monitor_refuses(section, words, tmp_path, monkeypatch):
-    there = "API" in words
+def test_what_a_monitor_refuses(section, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
-    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name if there else None)
-    (tmp_path / "file").write_text("")
-    more = files(tmp_path / "file") if section == "csv_monitor" else {"enabled": True}
-    refuses(lambda: train(**{section: more}), words)
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name if "API" in words else None)
+    refuses(lambda: train(**{section: {"enabled": True}}), words)

@@ -1,61 +1,59 @@
-"""The live panel: what it says, and when it is there."""
+"""The live panel: what it says, when it is there, and what it leaves behind in a real terminal."""
 
 import io
+import os
 import re
+import subprocess
 import sys
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers.engines import build, rows
+from helpers.engines import build
 from rich.console import Console
 
 from jzero.display import live, slow_work
-from jzero.planner import GPUS
 from jzero.run import panel as panel_module
 from jzero.run.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
 from jzero.run.panel import Panel, PanelFacts, draw_panel, fields, make_panel
-from jzero.run.speed import CompletedSteps, Ideal, Speed, Totals, between, ideal
+from jzero.run.speed import CompletedSteps, Ideal, Speed, Totals, between
 from jzero.step.batch import Amount
 
-METRICS = {"loss": 2.34567, "accuracy": 0.51234, "lr": 3e-4, "grad_norm": 0.4125, "loss_scale": 1024.0, "skipped": 0.0}
+TESTS = Path(__file__).parents[1]
 FACTS = PanelFacts(
-    step=250, total=1000, metrics=METRICS, skipped=2, scaled=False, speed=Speed(512.4, 524697.6, 0.0625, 0.4123),
-    left=46.9, waits={DATA: 0.012, SCRIPT: 0.1}, memory=(61 * 2**30, 79 * 2**30), elapsed=125.0,
-    work="saving a checkpoint, 12 s",
+    step=250, total=1000, metrics={"loss": 2.34567, "accuracy": 0.51234, "lr": 3e-4, "grad_norm": 0.4125}, skipped=2,
+    scaled=True, speed=Speed(512.4, 524697.6, 0.0625, 0.4123), left=46.9, waits={DATA: 0.012, SCRIPT: 0.1},
+    memory=(61 * 2**30, 79 * 2**30), elapsed=125.0, work="saving a checkpoint, 12 s",
 )  # fmt: skip
 
 
-def test_the_fields_of_a_step():
+def test_the_drawing_of_a_step():
     """Of the first one nothing is known, and CPU devices count no memory."""
-    assert fields(FACTS) == {
-        "loss": "2.3457", "accuracy": "0.5123", "lr": "3.000e-04", "grad norm": "0.412", "skipped": "2",
-        "step": "62.5 ms", "samples/s": "512.4", "tokens/s": "524,698", "MFU": "41.2 %", "waits for data": "1.2 %",
-        "waits for script": "10.0 %", "memory": "61.0 GiB of 79.0 GiB",
-    }  # fmt: skip
-    assert fields(FACTS._replace(scaled=True))["loss scale"] == "1024"
-    first = FACTS._replace(metrics={}, speed=None, waits={}, memory=None)
-    assert fields(first) == {"skipped": "2"}
-    slow = {"skipped": "2", "step": "2,000.0 ms", "samples/s": "1.0"}
-    assert fields(first._replace(speed=Speed(1.0, None, 2.0, None))) == slow
 
-
-def test_the_drawing_has_every_field():
     def drawing(**changes):
         console = Console(file=io.StringIO(), width=90)
         console.print(draw_panel(FACTS._replace(**changes)))
         return console.file.getvalue()
 
-    text = drawing()
-    for part in ("step 250 of 1,000", "2 min 5 s, 46.9 s left", "saving a checkpoint, 12 s"):
+    text = drawing(metrics=FACTS.metrics | {"loss_scale": 1024.0})
+    for part in (
+        "step 250 of 1,000", "2 min 5 s, 46.9 s left", "saving a checkpoint, 12 s", "loss 2.3457", "accuracy 0.5123",
+        "lr 3.000e-04", "grad norm 0.412", "loss scale 1024", "skipped 2", "step 62.5 ms", "samples/s 512.4",
+        "tokens/s 524,698", "MFU 41.2 %", "waits for data 1.2 %", "waits for script 10.0 %",
+        "memory 61.0 GiB of 79.0 GiB",
+    ):  # fmt: skip
         assert part in text
-    assert all(f"{label} {value}" in text for label, value in fields(FACTS).items())
-    without = drawing(total=None, left=None)
+    without = drawing(total=None, left=None, metrics={"a\x1b[2J": 1.0})
     assert "step 250 ─" in without
     assert "left" not in without
-    odd = drawing(metrics={"a\x1b[2J": 1.0})
-    assert r"a\x1b[2J" in odd
-    assert "\x1b" not in odd
+    assert r"a\x1b[2J" in without
+    assert "\x1b" not in without
+    assert "loss scale" not in drawing(metrics={"loss_scale": 1.0}, scaled=False)
+    first = FACTS._replace(metrics={}, speed=Speed(1.0, None, 2.0, None), waits={}, memory=None)
+    assert fields(first) == {"skipped": "2", "step": "2,000.0 ms", "samples/s": "1.0"}
+    assert fields(first._replace(speed=None)) == {"skipped": "2"}
 
 
 def test_speeds_and_the_time_that_is_left():
@@ -71,22 +69,8 @@ def test_speeds_and_the_time_that_is_left():
     finished.recent.append(first)
     assert finished.remaining(15) is None  # one step has no speed
     finished.recent.append(last)
-    assert finished.remaining(15) == 10 * 8 / 4
-    assert finished.remaining(None) is None
-    assert finished.remaining(3) == 0
-    finished.ideal = best
+    assert [finished.remaining(total) for total in (15, None, 3)] == [10 * 8 / 4, None, 0]
     assert finished.training_speed({START: 100.0, COMPILE: 50.0, DEVICE: 15.0, SCRIPT: 5.0}).step == 20 / 5
-
-
-def test_the_ideal_of_a_step_compiles_nothing(monkeypatch):
-    made = build()[0]
-    made.train_batch(rows(0))
-    device = SimpleNamespace(platform="gpu", device_kind=GPUS["t4"].description)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    events = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
-    assert ideal(made.step_fn).seconds > 0
-    assert not [event for event in events if "backend_compile" in event]
 
 
 def test_a_panel_reads_its_run(monkeypatch):
@@ -103,8 +87,7 @@ def test_a_panel_reads_its_run(monkeypatch):
     finished.add(7, Amount(8), {"loss": 0.5, "skipped": 1.0}, 10.0)
     found = facts()
     assert (found.step, found.total, found.skipped, found.memory) == (7, 40, 1, (5, 9))
-    assert (found.metrics["loss"], found.waits) == (0.5, {DATA: 0.25})
-    assert not found.scaled
+    assert (found.metrics["loss"], found.waits, found.scaled) == (0.5, {DATA: 0.25}, False)
     finished.add(40, Amount(8), {"loss": 0.5}, 11.0)
     assert (facts().total, facts().left) == (40, 0)
     finished.add(41, Amount(8), {"loss": 0.5}, 12.0)
@@ -115,7 +98,7 @@ class Shown:
     """A display that records what happens to it."""
 
     def __init__(self, render):
-        self.render, self.events, self.left = render, [], False
+        self.events, self.left = [], False
         Shown.last = self
 
     def refresh(self):
@@ -132,7 +115,6 @@ class Shown:
 def panel(monkeypatch):
     """A panel whose thread draws nothing by itself."""
     monkeypatch.setattr(panel_module, "PERIOD", 1e6)
-    monkeypatch.setattr(panel_module, "bar_of_script", lambda: False)
     made = Panel(lambda: FACTS, lambda: False, Shown)
     yield made
     made.stop(keep=False)
@@ -165,18 +147,26 @@ def test_a_panel_comes_with_a_step_and_goes_at_the_end(panel):
 
 
 def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append([*Shown.last.events, error]))
+    """And to the script, when neither it nor the devices work."""
+    told, now = [], [100.0]
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append([*Shown.last.events, error[0]]))
+    monkeypatch.setattr(panel_module.time, "monotonic", lambda: now[0])
     hook = sys.excepthook
     panel.step()
+    assert not panel.is_idle()
+    now[0] += panel_module.IDLE + 1
+    assert panel.is_idle()
+    panel._busy = lambda: True
+    assert not panel.is_idle()
     sys.excepthook(ValueError, ValueError("no"), None)
-    assert told[0][0] == "stop True"
-    assert told[0][1][0] is ValueError
+    assert told == [["stop True", ValueError]]
     assert sys.excepthook is hook
-    monkeypatch.setattr(panel_module, "bar_of_script", lambda: True)
-    shown = Shown.last
+    shown, tqdm = Shown.last, pytest.importorskip("tqdm").tqdm
+    with tqdm(total=3, file=io.StringIO()):
+        panel.step()
+        assert Shown.last is shown
     panel.step()
-    assert Shown.last is shown
+    assert Shown.last is not shown
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -214,19 +204,6 @@ def test_a_display_that_fails_leaves_the_run_alone(late, panel, capsys, monkeypa
     assert capsys.readouterr().err == "jzero: no panel any more: closed\n"
 
 
-def test_a_panel_is_idle_when_neither_script_nor_devices_work(panel, monkeypatch):
-    busy = [False]
-    panel._busy = lambda: busy[0]
-    now = [100.0]
-    monkeypatch.setattr(panel_module.time, "monotonic", lambda: now[0])
-    panel.step()
-    assert not panel.is_idle()
-    now[0] += panel_module.IDLE + 1
-    assert panel.is_idle()
-    busy[0] = True
-    assert not panel.is_idle()
-
-
 def test_streams_with_a_display(monkeypatch):
     """What is printed goes above it and later past it; a terminal that closes gives them back."""
 
@@ -252,15 +229,6 @@ def test_streams_with_a_display(monkeypatch):
         display.stop(keep=False)
     assert sys.stderr is errors
     assert not display._live.is_started
-
-
-def test_a_bar_of_tqdm_is_seen():
-    tqdm = pytest.importorskip("tqdm").tqdm
-    assert not live.bar_of_script()
-    bar = tqdm(total=3, file=io.StringIO())
-    assert live.bar_of_script()
-    bar.close()
-    assert not live.bar_of_script()
 
 
 def test_where_a_panel_is_shown(monkeypatch):
@@ -297,3 +265,75 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch):
     shell.execution_count = 4
     assert display.is_left()
     assert "text/html" in draw_panel(FACTS)._repr_mimebundle_(["text/html"], [])
+
+
+IN_A_TERMINAL = """
+    import jax, numpy as np
+    from rich.text import Text
+    jax.config.update("jax_platforms", "cpu")
+    import jzero
+    from helpers.regression import Regression
+    from jzero.display.live import Terminal
+
+    states = iter(range(1000))
+    def open_terminal():
+        return Terminal(lambda: Text(f"<state {next(states)}>"))
+    shown = open_terminal()
+    print(f"answer <{input('a question: ')}>")
+    assert shown.is_left()
+    shown.refresh()
+    print("after it")
+    shown.stop(keep=False)
+    variable, shown = "of the script", open_terminal()
+    breakpoint()
+    shown.stop(keep=False)
+    assert repr(input) == "<built-in function input>"
+    print("end of the prompts")
+
+    config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "steps_per_print": 2,
+              "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
+    engine, *_ = jzero.initialize(model=Regression(), config=config)
+    for i in range(3):
+        engine.train_batch({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
+        print(f"line {i} of the script")
+"""
+
+
+def run_in_terminal(program, typed):
+    """Run a program in a pseudo-terminal where somebody types ahead; return what it writes there."""
+    terminal, its_end = os.openpty()
+    program = [sys.executable, "-c", textwrap.dedent(program)]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    child = subprocess.Popen(program, stdin=its_end, stdout=its_end, stderr=its_end, env=env)
+    os.close(its_end)
+    os.write(terminal, typed)
+    written = b""
+    while True:
+        try:
+            written += (part := os.read(terminal, 4096))
+        except OSError:  # Linux: the other end is closed
+            break
+        if not part:
+            break
+    os.close(terminal)
+    assert child.wait() == 0
+    return written.decode()
+
+
+@pytest.mark.processes
+def test_a_terminal_shows_the_panel_and_is_clean_afterwards():
+    """A prompt takes the panel away; otherwise the next state would be written over what is typed."""
+    prompts, _, run = run_in_terminal(IN_A_TERMINAL, b"typed\np variable\nc\n").partition("end of the prompts")
+    question, pdb = prompts.index("a question: "), prompts.index("(Pdb) ")
+    assert "<state" in prompts[:question]
+    assert "<state" not in prompts[question : prompts.index("after it")] + prompts[pdb:]
+    assert "answer <typed>" in prompts
+    assert "'of the script'" in prompts[pdb:]
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", run).replace("\r", "")
+    for words in ("step 3 of 10 ─", "step 2: loss ", *(f"line {i} of the script" for i in range(3))):
+        assert words in text
+    end = text[text.rindex("╰") :].splitlines()  # below the last panel there is the summary alone
+    assert re.match(r"jzero: 3 steps in ", end[1])
+    assert re.match(r"  24 samples; .*; last loss \d\.\d+; 0 skipped$", end[2])
+    assert not any(border in line for line in end[3:] for border in "│╭")
+    assert re.findall(r"\x1b\[\?25([hl])", run)[-1] == "h"  # the cursor

@@ -26,68 +26,53 @@ class Waits:
         return np.asarray(self.value)
 
 
-def test_results_come_in_the_order_of_the_devices():
-    waiter, found, metric = ResultWaiter(), [], Waits(0.5)
-    waiter.give({"loss": jnp.float32(2.0)}, lambda values, end: found.append(float(values["loss"])))
-    waiter.begin(DEVICE, metric)
-    waiter.give({"loss": metric}, lambda values, end: found.append(float(values["loss"])))
-    waiter.give(None, lambda values, end: found.append(values))
-    assert waiter.busy()
-    metric.there.set()
-    waiter.close()
-    assert found == [2.0, 0.5, None]
-    assert not waiter.busy()
-
-
 def test_the_time_of_the_devices_belongs_to_what_they_run(monkeypatch):
-    """A step and an evaluation, given at once: the devices run one after the other."""
+    """A step and an evaluation, given at once: the devices run one after the other, and their results come in order."""
     now, step, evaluation = [0.0], Waits(1.0), Waits(2.0)
     monkeypatch.setattr(result_waiter.time, "perf_counter", lambda: now[0])
     waiter, ended = ResultWaiter(), queue.SimpleQueue()
     now[0] = 10.0
-    waiter.begin(DEVICE, step)
-    waiter.give(step, lambda values, end: ended.put(end))
-    waiter.begin(EVALUATION, evaluation)
-    waiter.give(evaluation, lambda values, end: ended.put(end))
+    for part, result in ((DEVICE, step), (EVALUATION, evaluation)):
+        waiter.begin(part, result)
+        waiter.give(result, lambda value, end: ended.put((float(value), end)))
+    waiter.give(None, lambda values, end: ended.put(values))
     assert waiter.worked(8.0, 11.0) == {DEVICE: 1.0}
     now[0] = 13.0
     step.there.set()
-    assert ended.get(timeout=60) == 13.0
+    assert ended.get(timeout=60) == (1.0, 13.0)
     assert waiter.worked(11.0, 14.0) == {DEVICE: 2.0, EVALUATION: 1.0}
+    assert waiter.busy()
     now[0] = 15.0
     evaluation.there.set()
-    assert ended.get(timeout=60) == 15.0
+    assert ended.get(timeout=60) == (2.0, 15.0)
+    assert ended.get(timeout=60) is None
     assert waiter.worked(14.0, 17.0) == {EVALUATION: 1.0}
     assert waiter.worked(17.0, 18.0) == {}
-    waiter.close()
-
-
-def test_a_result_that_fails_ends_nothing():
-    waiter, found = ResultWaiter(), []
-    deleted = jnp.ones(2)
-    deleted.delete()
-    waiter.begin(DEVICE, deleted)
-    waiter.give({"loss": deleted}, lambda values, end: found.append(values))
-    waiter.give(jnp.float32(3.0), lambda values, end: found.append(float(values)))
-    waiter.close()
-    assert found == [3.0]
     assert not waiter.busy()
+    waiter.close()
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_what_shows_a_step_and_fails_ends_nothing(error):
+def test_what_fails_ends_nothing(error):
+    """A result, or what shows it."""
+
     def fail(values, end):
         raise error("no")
 
     def follow():
-        waiter.give(1.0, fail)
-        waiter.give(1.0, lambda values, end: found.append(values))
+        waiter.begin(DEVICE, deleted)
+        for result, then in ((deleted, found.append), (1.0, fail), (1.0, lambda values, end: found.append(values))):
+            waiter.give(result, then)
         waiter.close()
 
-    waiter, found = ResultWaiter(), []
-    with pytest.warns(RuntimeWarning, match=f"a step is not shown or recorded: {error.__name__}: no"):
+    waiter, found, deleted = ResultWaiter(), [], jnp.ones(2)
+    deleted.delete()
+    with pytest.warns(RuntimeWarning) as warned:
         follow()
+    words = f"a step is not shown or recorded: {error.__name__}: no"
+    assert [str(one.message) for one in warned if "step" in str(one.message)] == [words]
     assert found == [1.0]
+    assert not waiter.busy()
 
 
 def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
@@ -104,16 +89,6 @@ def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
     never.there.set()
 
 
-AFTER_AN_EXCEPTION = """
-import time, jax
-from jzero.run.result_waiter import ResultWaiter
-jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
-waiter = ResultWaiter()
-waiter.give({}, print)
-raise ValueError("bad luck")
-"""
-
-
 @pytest.mark.parametrize(("processes", "found"), [(1, [4.0]), (2, [])])
 def test_only_a_peer_may_keep_the_last_step_for_ever(processes, found, monkeypatch):
     """Alone, its end comes, however long it takes; a display and a ledger without it would miss it."""
@@ -127,6 +102,16 @@ def test_only_a_peer_may_keep_the_last_step_for_ever(processes, found, monkeypat
     assert seen == found
     timer.join()
     waiter.close()
+
+
+AFTER_AN_EXCEPTION = """
+import time, jax
+from jzero.run.result_waiter import ResultWaiter
+jax.device_get = lambda results: (time.sleep(0.5), print("fetched", flush=True), {})[2]
+waiter = ResultWaiter()
+waiter.give({}, print)
+raise ValueError("bad luck")
+"""
 
 
 def test_a_program_that_fails_waits_for_the_thread():

@@ -12,7 +12,7 @@ import jzero
 ROWS, ACCUM, WIDTH, STEPS = 32, 2, 6, 2
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
 DATA = {"x": X * np.arange(1, ROWS + 1)[:, None] / 8, "y": X[:, :1]}
-MICRO = ROWS // ACCUM
+CONFIG = {"train_batch_size": ROWS, "gradient_accumulation_steps": ACCUM, "gradient_clipping": 0}
 
 
 class Normed(nnx.Module):
@@ -48,44 +48,39 @@ def expected(micro_batches):
     return losses
 
 
-IN_ORDER = list(np.arange(ROWS).reshape(ACCUM, MICRO))
-CONFIG = {"train_batch_size": ROWS, "gradient_accumulation_steps": ACCUM, "gradient_clipping": 0}
+@pytest.fixture(scope="module")
+def losses():
+    """The losses on 1 and 4 devices, from the same parameters, by the way in which the rows come."""
+    parts = [{name: x[rows] for name, x in DATA.items()} for rows in np.arange(ROWS).reshape(ACCUM, -1)]
+    found = {}
+    for devices in (1, 4):
+        engine = jzero.initialize(
+            model=jzero.from_flax(Normed(nnx.Rngs(0)), mse), config=CONFIG, optimizer=optax.sgd(0.1),
+            training_data=DATA, mesh=jzero.make_mesh(devices=jax.devices()[:devices]),
+        )[0]  # fmt: skip
+        first = engine.state
+        for way, batch in {"iterator": lambda: iter(parts), "global batch": lambda: DATA, "data": lambda: None}.items():
+            engine.state = jax.tree.map(jnp.copy, first)
+            found[way, devices] = [float(engine.train_batch(batch())) for _ in range(STEPS)]
+        state, found["functions", devices] = jax.tree.map(jnp.copy, first), []
+        for _ in range(STEPS):
+            state, metrics = engine.step_fn(state, DATA)
+            found["functions", devices].append(float(metrics["loss"]))
+    return found
 
 
-def engine_on(devices, data=None):
-    """An engine on that many devices."""
-    return jzero.initialize(
-        model=jzero.from_flax(Normed(nnx.Rngs(0)), mse), config=CONFIG, optimizer=optax.sgd(0.1), training_data=data,
-        mesh=jzero.make_mesh(devices=jax.devices()[:devices]),
-    )[0]  # fmt: skip
+def test_an_iterator_gives_the_same_micro_batches_on_every_mesh(losses):
+    wanted = expected(np.arange(ROWS).reshape(ACCUM, -1))
+    np.testing.assert_allclose([losses["iterator", devices] for devices in (1, 4)], [wanted, wanted], rtol=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_an_iterator_gives_the_same_micro_batches_on_every_mesh(devices):
-    parts, engine = [{name: x[rows] for name, x in DATA.items()} for rows in IN_ORDER], engine_on(devices)
-    losses = [float(engine.train_batch(iter(parts))) for _ in range(STEPS)]
-    np.testing.assert_allclose(losses, expected(IN_ORDER), rtol=1e-5)
+def test_training_data_give_the_same_micro_batches_on_every_mesh(losses):
+    np.testing.assert_allclose(losses["data", 4], losses["data", 1], rtol=1e-5)
 
 
-def test_training_data_give_the_same_micro_batches_on_every_mesh():
-    engines = [engine_on(devices, DATA) for devices in (1, 2, 4)]
-    one, *others = [[float(engine.train_batch()) for _ in range(STEPS)] for engine in engines]
-    for losses in others:
-        np.testing.assert_allclose(losses, one, rtol=1e-5)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_each_device_cuts_its_rows_of_a_global_batch(devices):
-    """Micro-batch k is the k-th part of every device's block, in the engine and the functional API."""
-    blocks = np.arange(ROWS).reshape(devices, ACCUM, -1)
+def test_each_device_cuts_its_rows_of_a_global_batch(losses):
+    """Micro-batch k is the k-th part of every device's block."""
+    blocks = np.arange(ROWS).reshape(4, ACCUM, -1)
     wanted = expected([blocks[:, k].ravel() for k in range(ACCUM)])
-    engine = engine_on(devices)
-    np.testing.assert_allclose([float(engine.train_batch(DATA)) for _ in range(STEPS)], wanted, rtol=1e-5)
-    step = engine.step_fn
-    state, losses = step.init(jax.random.key(0)), []
-    for _ in range(STEPS):
-        state, metrics = step(state, DATA)
-        losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    if devices > 1:
-        assert abs(wanted[1] - expected(IN_ORDER)[1]) > 1e-4
+    np.testing.assert_allclose([losses["global batch", 4], losses["functions", 4]], [wanted, wanted], rtol=1e-5)
+    assert abs(wanted[1] - losses["iterator", 4][1]) > 1e-4
