@@ -55,6 +55,7 @@ def test_a_plan_for_absent_gpus_counts_host_memory_as_such():
     assert (b.host, b.persistent) == (state, usual_b.persistent - state)
     assert b.persistent < 100
     assert b.total == usual_b.total - state
+    assert "host 0.023" in repr(planned)
 
 
 def stage(number, offloaded, threshold=0):
