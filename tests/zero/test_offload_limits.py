@@ -167,12 +167,15 @@ def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch, mesh)
     refused(lambda: offload.check_pinned(1, mesh), "pinned memory: host b has less")
 
 
+V1, BYTES = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "limit"),
     [
         ("0::/job/step\n", {"sys/fs/cgroup/job/memory.max": 3, "sys/fs/cgroup/job/step/memory.max": "max"}, 3),
         ("0::/../pod\n", {"sys/fs/cgroup/memory.max": 2}, 2),
-        ("5:cpu:/a\n4:memory:/a\n", {"sys/fs/cgroup/memory/a/memory.limit_in_bytes": 1}, 1),
+        ("5:cpu:/b\n4:memory:/a\n", {f"{V1}/a/{BYTES}": 2, f"{V1}/b/{BYTES}": 1}, 2),
         ("0::/\n", {}, None),
         (None, {}, None),
     ],

@@ -217,17 +217,18 @@ def test_the_second_copy_costs_2_over_n_bytes(frozen):
 
 
 class Narrow(type(model("decoder"))):
-    """The decoder with a matrix that has no blocks."""
+    """The decoder with a matrix that has no blocks, and a vector that would have some."""
 
     def init(self, rng):
         params = super().init(rng)
-        return {**params, "ends": {**params["ends"], "scale": jnp.ones((8, 1))}}
+        return {**params, "ends": {**params["ends"], "scale": jnp.ones((8, 1)), "vector": jnp.ones(256)}}
 
 
 def test_the_report_says_what_moves_and_what_stays_exact():
     section, layout = {"stage": 3, "stage3_param_persistence_threshold": 0, **ALL}, Layout(3, 8, 1)
     step = jzero.make_train_step(Narrow(), layout.config(zero_optimization=section), mesh=layout.mesh)
-    assert [step.layouts["ends"][name].rule.plus.weights for name in ("scale", "embed")] == [False, True]
+    found = {name: layout.rule.plus.weights for name, layout in step.layouts["ends"].items()}
+    assert found == {"embed": True, "head": True, "scale": False, "vector": False}
     text = " ".join(jzero.report(step).split())
     moves = "partitioned among groups of 4 (hpZ); matrices gathered as int8 (qwZ); their gradients reduced as 4-bit"
     for part in (moves, "not quantized, no blocks of 16 to 64 elements: ends/scale"):
