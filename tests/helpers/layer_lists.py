@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from jzero.tree import named
 
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
@@ -26,7 +27,7 @@ def pipeline(*layers, **options):
 
 
 def shapes(params):
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in jax.tree.leaves_with_path(params)}
+    return {name: x.shape for name, x in named(params).items()}
 
 
 def linear(params, x):
@@ -86,3 +87,12 @@ def layers(kind):
         alike = [LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
         return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)
     return pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
+
+
+def batch_of_layers(kind, rows):
+    """(inputs, labels) of `layers(kind)`."""
+    rng = np.random.default_rng(0)
+    if kind != "different":
+        return tuple(rng.integers(0, 16, (2, rows, 8)).astype(np.int32))
+    x = {"x": rng.normal(size=(rows, 3)).astype(np.float32), "ids": rng.integers(0, 2**32, rows, np.uint32)}
+    return x, np.full((rows, 2), 9, np.float32)  # far off: no loss that cancels

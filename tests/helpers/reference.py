@@ -148,10 +148,7 @@ DECODER_LAYOUTS = [
     for s, shift in product(range(4), (0, 1))
 ]
 MLP_LAYOUTS = [
-    *[
-        Layout(s, 8, accum, remat)
-        for s, accum, remat in ((0, 4, "none"), (1, 1, "full"), (2, 4, "full"), (3, 4, "none"))
-    ],
+    Layout(1, 8, 1, "full"),
     Layout(3, 2, 1, "matmuls"),
     Layout(2, 4, 1, "none", precision="bf16"),
     Layout(3, 8, 4, "none", precision="fp16"),

@@ -1,16 +1,57 @@
-"""Quantized weights, a model's state and dropout, where groups of devices act as one."""
+"""Half precision, quantized weights, a model's state and dropout, where groups of devices act as one.
+
+The oracles are plain JAX in float32 on one device, or the layout without the axes.
+"""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.oracle import train
+from helpers import mixture_models, tensor_models
+from helpers.oracle import largest_error, train
 from helpers.plain_flax import Normed
-from helpers.sampling import keep
+from helpers.sampling import keep, some
 from helpers.tensor_models import BATCH, LR, VOCAB, WIDTH, batches, errors, make_step
 
 import jzero
 from jzero.tree import named
+
+# Products and what lies between layers are rounded to the half precision; masters, the loss and the norm of the
+# gradients are float32. So errors of single elements average out in loss and norm: one machine epsilon of the dtype
+# bounds them. Of the parameters four bound the largest error of an element, which accumulates over three steps.
+EPSILON = {"fp16": float(jnp.finfo(jnp.float16).eps), "bf16": float(jnp.finfo(jnp.bfloat16).eps)}
+# Far too large for fp16, whose largest number is 65,504.
+SECTIONS = {"fp16": {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}, "bf16": {}}
+CASES = [  # the capacity factor of a mixture, or a model
+    ("fp16", None, {"expert": 2, "zero": 2, "stage": 2}),
+    ("bf16", 1.0, {"expert": 2, "tensor": 2, "stage": 3}),
+    ("bf16", None, {"pipe": 2, "expert": 2, "stage": 2, "accum": 2}),
+    ("fp16", "llama", {"pipe": 2, "tensor": 2, "stage": 1, "accum": 2}),
+    ("bf16", "nnx", {"tensor": 2, "unroll": False}),
+    ("fp16", "llama", {"tensor": 2, "context": 2, "stage": 2, "remat": "full"}),
+]
+
+
+@pytest.mark.parametrize(("precision", "model", "layout"), some(CASES, [CASES[0], CASES[4]]), ids=str)
+def test_half_precision(precision, model, layout):
+    """Train a model, or a mixture with a capacity factor; a batch whose step is skipped comes again."""
+    helper = tensor_models if isinstance(model, str) else mixture_models
+    model = model if isinstance(model, str) else helper.config_of(layout, model)
+    step = helper.make_step(model, more={precision: {"enabled": True, **SECTIONS[precision]}}, **layout)
+    state, seen, skipped = step.init(jax.random.key(0), helper.initial(model)), [], 0
+    for batch in helper.batches():
+        state, metrics = step(state, batch)
+        while metrics["skipped"]:
+            skipped += 1
+            assert skipped < 20
+            state, metrics = step(state, batch)
+        seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert (skipped > 0) == (precision == "fp16")
+    known = helper.reference(model)
+    assert np.abs(np.array(seen) / known.seen - 1).max() < EPSILON[precision]
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
+    assert largest_error(state.params, known.params) < 4 * EPSILON[precision]
 
 
 @pytest.mark.slow
@@ -34,15 +75,15 @@ def test_batch_norms_statistics(stage):
         return ((net(batch["x"]) - batch["y"]) ** 2).mean()
 
     rng = np.random.default_rng(0)
-    batches = [{k: rng.normal(size=(BATCH, n)).astype("float32") for k, n in (("x", 6), ("y", 3))} for _ in range(3)]
+    data = [{k: rng.normal(size=(BATCH, n)).astype("float32") for k, n in (("x", 6), ("y", 3))} for _ in range(3)]
     step = make_step(
         jzero.from_flax(Normed, loss), stage=stage, dimensions={"first/kernel": 1, "last/kernel": 0}, **ALL
     )
     net = Normed(nnx.Rngs(0))
     start = nnx.to_pure_dict(nnx.state(net, nnx.Not(nnx.RngState)))
-    seen, state = train(step, jax.tree.map(np.asarray, start), batches)
+    seen, state = train(step, jax.tree.map(np.asarray, start), data)
     gradient_of = nnx.jit(nnx.value_and_grad(loss))
-    for batch, (found, _) in zip(batches, seen, strict=True):
+    for batch, (found, _) in zip(data, seen, strict=True):
         expected, gradient = gradient_of(net, batch)
         nnx.update(net, jax.tree.map(lambda w, g: w - LR * g, nnx.state(net, nnx.Param), gradient))
         assert found == pytest.approx(float(expected), rel=1e-6)

@@ -1,7 +1,6 @@
 """Configs of layouts, and tables, axes and models that do not fit, are refused by name before anything compiles."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from helpers.refusals import refused
 from helpers.tensor_models import BATCH, DIMENSIONS, make_step, model
 
 import jzero
-from jzero.errors import ConfigError
 from models.llama import preset
 from models.moe import MixtureConfig
 
@@ -23,7 +21,7 @@ DENSE = dataclasses.replace(CONFIG, mixture=None)
 BOTH_DEGREES = "both are the degree"
 STAGE_3 = {"context": 2, "zero": 2, "stage": 3}
 SEQUENCES = np.ones((2, 24, 8), np.float32)
-QWZ, HPZ = {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}
+CPU, QWZ, HPZ = {"device": "cpu"}, {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}
 
 
 def zero(**section):
@@ -104,6 +102,13 @@ REFUSED = {
     **{f"layers in no stack, {axis}": (
         lambda axis=axis: uneven_layers(axis), f"mesh.{axis} = 2 with mesh.pipe = 2 and layers of", "not yet supported"
     ) for axis in ("context", "tensor")},
+    **{f"unrolled layers and {key}": (
+        lambda section=section: make_step("nnx", zero=2, stage=3, remat="full", more=section),
+        f"stack.unroll = true with {key}: ",
+    ) for key, section in (
+        ("zero_optimization.offload_param", zero(offload_param=CPU)),
+        ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
+    )},
     # tables of `tensor`; what a model's table lacks see `test_undivided`
     "no table": (tensor({}), "mesh.tensor = 2", "no table", "example_batch"),
     "no such name": (tensor({"nothing": 0}), "tensor_parallel.dimensions", "'nothing'", "no parameter"),
@@ -138,6 +143,11 @@ REFUSED = {
         lambda: divided_by_both(OwnModel, tensor_parallel={"dimensions": {"(up|down)$": 0}}),
         "mesh.expert = 4 divides the 4 of ", ", and mesh.tensor = 2 does not",
     ),
+    "experts that the axis does not divide": (
+        lambda: mixture_models.make_step(CONFIG, expert=8), "the model's divided['expert']['mlp/",
+        "'] = 0: mesh.expert = 8 does not divide the 4 of stack/mlp/",
+        "; what fits: mesh.expert = 4, or a number of experts that is a multiple of 8",
+    ),
     "a model's axis": (
         table_of_a_model({"experts": {"up": 0}}),
         "the model's divided['experts']: no such axis; choose \"expert\" or \"tensor\"",
@@ -166,7 +176,6 @@ REFUSED = {
 
 
 COLUMN = {"patterns": [r".*\.up\.weight$"], "partition_type": "column"}
-CPU = {"device": "cpu"}
 CONFIGS = [
     # axes and pipelines
     ({"mesh": {"pipe": 3}}, ["mesh.pipe", "3", "devices, 8", "1, 2, 4 or 8"]),
@@ -229,17 +238,6 @@ def test_a_config_refused_by_name(config, parts):
 def test_refused_by_name(case):
     call, *parts = REFUSED[case]
     refused(call, *parts)
-
-
-def test_experts_that_the_axis_does_not_divide():
-    with pytest.raises(ConfigError) as error:
-        mixture_models.make_step(CONFIG, expert=8)
-    assert re.fullmatch(
-        r"the model's divided\['expert'\]\['mlp/.*'\] = 0: mesh\.expert = 8 does not divide the 4 of stack/mlp/\w+ "
-        r"\[.*\]; "
-        r"what fits: mesh\.expert = 4, or a number of experts that is a multiple of 8",
-        str(error.value),
-    )
 
 
 @pytest.mark.parametrize(("name", "dim", "shape"), [("up", 1, [4, 16, 2, 8]), ("down", 2, [4, 8, 16])])

@@ -1,4 +1,7 @@
-"""Tensor parallelism: what each device holds, checkpoints, a loss over all replicas. Layouts: `test_one_device`."""
+"""What each device holds under `tensor`, `context` and ZeRO; evaluation; DeepSpeed's names.
+
+Layouts: `test_one_device`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,65 +10,70 @@ import pytest
 from helpers.tensor_models import batches, initial, make_step
 
 import jzero
-from jzero.checkpoint import restore, save
 from jzero.tree import named
 
 
-def test_each_device_holds_its_part():
-    """Of a divided weight 1 / (tensor x zero), of another 1 / zero."""
-    step = make_step("nnx", tensor=2, zero=2, stage=3)
-    parts = {
-        name: np.prod(sharding.shard_shape(shape.shape)) / np.prod(shape.shape)
-        for (name, shape), sharding in zip(
-            named(step.state_shapes.params).items(), jax.tree.leaves(step.state_shardings.params), strict=True
-        )
+def parts(step):
+    """The part of each parameter that a device holds."""
+    shardings = jax.tree.leaves(step.state_shardings.params)
+    shapes = named(step.state_shapes.params).items()
+    return {
+        name: np.prod(sharding.shard_shape(x.shape)) / np.prod(x.shape)
+        for (name, x), sharding in zip(shapes, shardings, strict=True)
     }
-    whole = {name for name in parts if "norm" in name or name.endswith(("out/bias", "down/bias"))}
+
+
+def test_each_device_holds_its_part():
+    """Of a divided weight 1 / (tensor x zero), of another 1 / zero; under `context` ZeRO partitions over both."""
+    found = parts(make_step("nnx", tensor=2, zero=2, stage=3))
+    whole = {name for name in found if "norm" in name or name.endswith(("out/bias", "down/bias"))}
     assert len(whole) == 8
-    assert parts == {name: 1 / 2 if name in whole else 1 / 4 for name in parts}
+    assert found == {name: 1 / 2 if name in whole else 1 / 4 for name in found}
+    assert set(parts(make_step("nnx", context=4, zero=2, stage=3)).values()) == {1 / 8}
 
 
-@pytest.mark.slow
-def test_evaluation_prediction_and_checkpoints(tmp_path):
-    """A checkpoint of tensor 2 x zero 2 continues on one device; evaluation and predictions are those of one device."""
-    step, one = make_step("linen", tensor=2, zero=2, stage=3), make_step("linen", dimensions={})
-    first, second, third = batches()
-    state, _ = step(step.init(jax.random.key(0), initial("linen")), first)
-    save(state, tmp_path / "saved").wait()
-    alone = restore(tmp_path / "saved", one.state_shardings, shapes=one.state_shapes)
-    np.testing.assert_allclose(step.evaluate(state, second), one.evaluate(alone, second), rtol=1e-6)
-    tokens = second["inputs"]
-    np.testing.assert_allclose(step.predict(state, tokens), one.predict(alone, tokens), rtol=1e-4, atol=1e-5)
-    _, found = step(state, third)
-    _, expected = one(alone, third)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
-
-
-class Contrastive:
-    """Every row against the rows of all replicas, with dropout: collectives and random numbers inside of a loss."""
+class Odd:
+    """Parameters that the whole group does not divide, or nothing divides."""
 
     def init(self, rng):
-        a, b = jax.random.split(rng)
-        return {"up": 0.3 * jax.random.normal(a, (8, 16)), "down": 0.3 * jax.random.normal(b, (16, 8))}
+        return {"six": jnp.ones((6, 3)), "three": jnp.ones(3)}
 
     def loss(self, params, batch, rng):
-        hidden = jnp.tanh(batch["x"] @ params["up"])
-        if rng is not None:
-            hidden = jnp.where(jax.random.bernoulli(jax.random.key(7), 0.7, hidden.shape), hidden / 0.7, 0)
-        y = hidden @ params["down"]
-        scores = y @ jzero.all_gather(batch["x"]).T
-        own = jzero.axis_index() * len(y) + jnp.arange(len(y))
-        return -jnp.take_along_axis(jax.nn.log_softmax(scores), own[:, None], 1).mean()
+        return ((batch @ params["six"] + params["three"]) ** 2).mean()
+
+
+def test_what_the_whole_group_does_not_divide_zero_alone_partitions():
+    odd = make_step(Odd(), context=4, zero=2, stage=3).state_specs.params
+    assert [tuple(spec) for spec in odd.values()] == [("zero",), ()]
 
 
 @pytest.mark.slow
-def test_a_loss_over_all_replicas_with_dropout():
-    """The mask depends on the shape alone, so that one replica of 8 rows and tensor 4 are comparable."""
-    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-    found = []
-    for layout in ({}, {"tensor": 4, "dimensions": {"up": 1, "down": 0}}):
-        step = make_step(Contrastive(), zero=2, **layout)
-        state, metrics = step(step.init(jax.random.key(0)), {"x": x})
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"]), *jax.tree.leaves(state.params)))
-    for ours, theirs in zip(*found, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+def test_a_sequence_that_context_does_not_divide():
+    """Every device computes whole sequences then: slow, and right."""
+    batch = {key: x[:, :-1] for key, x in batches()[0].items()}
+    steps = make_step("nnx", context=4, zero=2, stage=3), make_step("nnx")
+    found, expected = (s(s.init(jax.random.key(0), initial("nnx")), batch)[1] for s in steps)
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_evaluation_and_prediction():
+    steps = make_step("linen", tensor=2, zero=2, stage=3), make_step("linen", dimensions={})
+    states = [step.init(jax.random.key(0), initial("linen")) for step in steps]
+    batch = batches()[0]
+    found, known = (step.evaluate(state, batch) for step, state in zip(steps, states, strict=True))
+    np.testing.assert_allclose(found, known, rtol=1e-6)
+    found, known = (step.predict(state, batch["inputs"]) for step, state in zip(steps, states, strict=True))
+    np.testing.assert_allclose(found, known, rtol=1e-4, atol=1e-5)
+
+
+def test_deepspeeds_names():
+    assert jzero.make_mesh({"pipeline": {"stages": 4}}).shape["pipe"] == 4
+    mesh = jzero.make_mesh({"train_batch_size": 8, "sequence_parallel_size": 2})
+    assert tuple(mesh.shape.items()) == (
+        ("pipe", 1), ("data", 1), ("zero", 4), ("expert", 1), ("context", 2), ("tensor", 1)
+    )  # fmt: skip
+    for enabled, degree in ((True, 2), (False, 1)):
+        section = {"enabled": enabled, "autoep_size": 2}
+        assert jzero.make_mesh({"train_batch_size": 8, "expert_parallel": section}).shape["expert"] == degree

@@ -64,12 +64,6 @@ def test_one_device_computes_the_same_and_the_report_names_the_price(name):
         assert line.startswith(f"{size_text(price)} more per device than divided; {fits} would fit")
 
 
-def test_what_is_left_of_a_table_is_divided():
-    held = {leaf.name: leaf.axes_by_dim for leaf in jax.tree.leaves(make_step("gpt2-odd", tensor=2).layouts)}
-    assert held["ends/embed"] == ((), ())
-    assert held["stack/mlp/up/kernel"] == ((), ("tensor",))
-
-
 class Odd(nnx.Module):
     def __init__(self, rngs):
         self.odd, self.even = nnx.Linear(5, 3, rngs=rngs), nnx.Linear(3, 4, rngs=rngs)
@@ -87,5 +81,7 @@ def test_a_table_found_by_trying():
     assert found.popitem()[1].startswith(f"{2 * 5 * 3 * 4 // 2} B more per device than divided")
 
 
-def test_no_line_where_all_fits():
+def test_what_is_left_of_a_table_is_divided_and_no_line_where_all_fits():
+    held = {leaf.name: leaf.axes_by_dim for leaf in jax.tree.leaves(make_step("gpt2-odd", tensor=2).layouts)}
+    assert (held["ends/embed"], held["stack/mlp/up/kernel"]) == (((), ()), ((), ("tensor",)))
     assert lines_of(make_step("gpt2", tensor=2)) == {}

@@ -1,4 +1,4 @@
-"""PipelineModule: which layers are the stack, NNX and Linen layers, errors."""
+"""PipelineModule: which layers are the stack, NNX and Linen layers, shared parameters, errors."""
 
 import subprocess
 import sys
@@ -10,7 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.layer_lists import BLOCK, EMBED, KEY, Residual, X, Y, close, linear, mean_square, pipeline, shapes
+from helpers.layer_lists import (
+    BLOCK,
+    EMBED,
+    HEAD,
+    KEY,
+    TOKENS,
+    Residual,
+    X,
+    Y,
+    attend,
+    close,
+    linear,
+    mean_square,
+    pipeline,
+    shapes,
+)
+from helpers.sampling import keep
 
 import jzero
 from jzero.model import StackModel, fold
@@ -51,29 +67,23 @@ def test_every_layer_starts_as_its_own_spec_says():
         np.testing.assert_allclose(model.init(KEY)["stack"]["kernel"][1], kernel, rtol=1e-6)
 
 
-WIDE, THIN = LayerSpec(nnx.Linear, 8, 64), LayerSpec(nnx.Linear, 64, 8)
 CONV = LayerSpec(linen.Conv, 3, (3, 3), strides=2)
 
 
 @pytest.mark.parametrize(
     ("layers", "options", "stack"),
     [
-        ([BLOCK] * 4, {}, range(4)),
-        ([BLOCK] * 4, {"num_stages": 2}, range(4)),
         ([BLOCK] * 4, {"num_stages": 3}, range(4)),
         ([BLOCK], {}, None),
-        ([WIDE, THIN, BLOCK, BLOCK], {}, None),  # less than half
+        ([LayerSpec(nnx.Linear, 8, 64), LayerSpec(nnx.Linear, 64, 8), BLOCK, BLOCK], {}, None),  # less than half
         ([LayerSpec(nnx.Linear, 2, 2)] * 3 + [LayerSpec(nnx.Linear, 2, 8), BLOCK, BLOCK], {}, range(4, 6)),
         ([BLOCK, jnp.tanh, BLOCK, jnp.tanh], {}, None),
-        ([jnp.tanh] * 5, {}, None),
         ([LayerSpec(nnx.Dropout, 0.5)] * 5, {}, None),  # no parameters
-        ([TiedLayerSpec("k", nnx.Linear, 8, 8)] * 4, {}, None),
         ([TiedLayerSpec("k", nnx.Linear, 8, 8)] * 4 + [BLOCK] * 2, {}, range(4, 6)),  # tied parameters count once
         ([LayerSpec(Residual, 8, 0.1), LayerSpec(Residual, 8, 0.2)], {}, None),  # another graph
         ([LayerSpec(nnx.Linear, 8, 8, use_bias=False), BLOCK], {}, None),  # other parameters
         ([LayerSpec(nnx.Linear, 8, 8, param_dtype=jnp.bfloat16), BLOCK], {}, None),
         ([linen.Dense(8) for _ in range(3)], {"example_batch": (np.ones((4, 8)), np.ones(8))}, range(3)),
-        ([linen.Dense(8) for _ in range(3)], {"example_batch": (X, np.ones(8))}, range(1, 3)),
         ([LayerSpec(linen.Dense, 8)] * 3, {"example_batch": (X, np.ones(8))}, range(1, 3)),
         ([CONV] * 3, {"example_batch": (np.ones((1, 9, 9, 3)), np.ones(3))}, None),  # alike, but the shape changes
     ],
@@ -83,31 +93,6 @@ def test_which_layers_are_the_stack(layers, options, stack):
     assert model.stack == stack
     assert isinstance(model, StackModel) == (stack is not None)
     assert hasattr(model, "prefix") == hasattr(model, "block") == hasattr(model, "suffix") == (stack is not None)
-
-
-@pytest.mark.slow
-def test_it_trains_under_zero_3():
-    batch = (np.tile(X, (2, 1)), np.tile(Y, (2, 1)))
-    config = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    for layers in (
-        [LayerSpec(nnx.Linear, 3, 8), BLOCK, BLOCK, LayerSpec(nnx.Linear, 8, 2)],
-        [linen.Dense(8), WIDE, linen.Dense(2)],
-    ):
-        model = pipeline(*layers, example_batch=batch)
-        step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
-        state = step.init(KEY)
-        before = float(step.evaluate(state, batch))
-        np.testing.assert_allclose(before, model.loss(model.init(KEY), batch, None), rtol=1e-5)
-        for _ in range(5):
-            state, _ = step(state, batch)
-        assert float(step.evaluate(state, batch)) < 0.9 * before
-
-
-# ------------------------------------------------------------------------------------------- without
 
 
 def test_heterogeneous():
@@ -139,20 +124,10 @@ def test_sum_and_count_and_trees():
 def test_attributes_and_boundaries():
     layers = [LayerSpec(nnx.Linear, 8, 64), jnp.tanh, LayerSpec(nnx.Linear, 64, 8), BLOCK]
     model = pipeline(*layers, num_stages=2, activation_checkpoint_interval=3)
-    assert model.layers == layers
-    assert (model.num_stages, model.partition_method, model.activation_checkpoint_interval) == (2, "parameters", 3)
+    assert (model.layers, model.num_stages, model.activation_checkpoint_interval) == (layers, 2, 3)
     assert model.boundaries(2) == [0, 2, 4]
     assert pipeline(*layers, partition_method="uniform").boundaries(3) == [0, 2, 3, 4]
     assert pipeline(*layers, partition_method="type:tanh|linear").boundaries(4) == [0, 1, 2, 3, 4]
-
-
-def test_repr():
-    embed = TiedLayerSpec("embed", nnx.Embed, 16, 8)
-    block = LayerSpec(Residual, 8, 0.1)
-    assert repr(pipeline(embed, *[block] * 12, LayerSpec(nnx.RMSNorm, 8), jax.nn.relu, jax.nn.relu, embed)) == (
-        "PipelineModule(Embed, 12 x Residual, RMSNorm, 2 x relu, Embed)"
-    )
-    assert repr(LayerSpec(nnx.Linear, 3, 4, use_bias=False)) == "LayerSpec(Linear, 3, 4, use_bias=False)"
 
 
 @pytest.mark.slow
@@ -167,9 +142,6 @@ PipelineModule(layers, loss_fn=lambda o, l: (o - l).sum(), example_batch=(np.one
 assert not xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-# ------------------------------------------------------------------------------------------- NNX and Linen
 
 
 class Bare(nnx.Module):
@@ -200,11 +172,8 @@ class Noisy(linen.Module):
         return linen.Dropout(0.5, deterministic=not train)(linen.Dense(8)(x))
 
 
-EXAMPLE = {"arrays": (X, Y), "shapes": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (X, Y))}
-
-
-@pytest.mark.parametrize("example", EXAMPLE.values(), ids=EXAMPLE)
-def test_linen(example):
+def test_linen():
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (X, Y))
     model = pipeline(Noisy(), linen.Dropout(0.5), LayerSpec(linen.Dense, features=2), example_batch=example)
     params = model.init(KEY)
     assert shapes(params) == {
@@ -242,6 +211,72 @@ def test_dropout_keys_follow_the_layer():
     close(model.module(params)(ones), model.module(params)(ones))
 
 
+# ------------------------------------------------------------------------------------------- shared parameters
+
+
+MIDDLES = [[BLOCK] * 4, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]]
+
+
+@pytest.mark.parametrize("middle", keep(MIDDLES, MIDDLES[1:]))
+def test_tied(middle):
+    model = pipeline(EMBED, *middle, HEAD, loss_fn=lambda logits, labels: (logits * labels).sum())
+    params = model.init(KEY)
+    ends = params["ends"] if model.stack else params
+    assert shapes(ends["tied"]) == {"e/embedding": (16, 8)}
+    assert set(ends.get("layers", {})) == (set() if model.stack else {"1", "2"})
+    e = ends["tied"]["e"]["embedding"]
+    np.testing.assert_array_equal(e, nnx.Embed(16, 8, rngs=nnx.Rngs(jax.random.fold_in(KEY, 0))).embedding[...])
+    labels = np.random.default_rng(0).normal(size=(2, 4, 16)).astype(np.float32)
+
+    def untied(first, last):
+        x = first[TOKENS]
+        layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(4)] if model.stack else None
+        for layer in layers or [params["layers"]["1"], params["layers"]["2"]]:
+            x = linear(layer, x)
+        return (x @ last.T * labels).sum()
+
+    loss, gradients = jax.jit(jax.value_and_grad(model.loss))(params, (TOKENS, labels), None)
+    expected, (first, last) = jax.jit(jax.value_and_grad(untied, (0, 1)))(e, e)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    found = (gradients["ends"] if model.stack else gradients)["tied"]["e"]["embedding"]
+    np.testing.assert_allclose(found, first + last, rtol=1e-5, atol=1e-5)
+
+
+class Head(nnx.Module):
+    def __init__(self, *, rngs):
+        self.inner = nnx.Embed(16, 8, rngs=rngs)
+        self.bias = nnx.Param(jnp.ones(16))
+
+    def __call__(self, x):
+        return self.inner.attend(x) + self.bias[...]
+
+
+class Entry(nnx.Module):
+    def __init__(self, *, rngs):
+        self.inner, self.scale = nnx.Embed(16, 8, rngs=rngs), nnx.Param(jnp.full(8, 2.0))
+
+    def __call__(self, tokens):
+        return self.inner(tokens) * self.scale[...]
+
+
+@pytest.mark.parametrize("attr", ["inner", ["inner.embedding"]])
+def test_tied_weight_attr(attr):
+    model = pipeline(*(TiedLayerSpec("e", c, tied_weight_attr=attr) for c in (Entry, Head)))
+    params = model.init(KEY)
+    assert shapes(params) == {"layers/0/scale": (8,), "layers/1/bias": (16,), "tied/e/inner/embedding": (16, 8)}
+    table = params["tied"]["e"]["inner"]["embedding"]
+    close(model.module(params)(TOKENS), 2 * table[TOKENS] @ table.T + 1)
+
+
+def test_tied_linen():
+    layers = [TiedLayerSpec("e", linen.Embed, 16, 8, forward_fn=f) for f in (None, attend)]
+    model = pipeline(*layers, example_batch=(TOKENS, np.ones((2, 4, 16))))
+    params = model.init(KEY)
+    assert shapes(params) == {"tied/e/embedding": (16, 8)}
+    table = params["tied"]["e"]["embedding"]
+    close(model.module(params)(TOKENS), table[TOKENS] @ table.T)
+
+
 # ------------------------------------------------------------------------------------------- errors
 
 
@@ -251,66 +286,64 @@ MISFIT_WORDS = (
 )
 
 
+BATCH = {"example_batch": (X, Y)}
+UNLIKE = r"\(Embed\) have the key 'e' but cannot share .*\[16,8\]} and .*\[17,8\]}.*tied_weight_attr"
+ERRORS = [
+    ([], {}, "layers is empty"),
+    ([BLOCK], {"loss_fn": None}, r"loss_fn is missing; pass loss_fn=f with f\(outputs, labels\)"),
+    ([BLOCK], {"num_stages": 2}, "2 parts .* exceed the layers: there are 1 layers, ask for 1 to 1"),
+    ([BLOCK], {"partition_method": "profile"}, "partition_method 'profile' is unknown"),
+    ([BLOCK], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval = -1 must be"),
+    ([nnx.Linear], {}, r"Linear'> is not a layer: .* is LayerSpec\(Linear, \.\.\.\)"),
+    ([LayerSpec(nnx.Linear, 3)], {}, r"layers\[0\] \(Linear\): .*missing.*out_features"),
+    ([BLOCK, linen.Dense(2)], {}, r"layers\[1\] \(Dense\) is a Linen module.*example_batch=\(inputs"),
+    ([BLOCK], {"example_batch": {"x": X}}, r"a batch is \(inputs, labels\), but this is a dict of 1"),
+    (MISFIT, BATCH, MISFIT_WORDS),
+    ([BLOCK], BATCH, r"layers\[0\] \(Linear\) does not fit .*, the batch's inputs"),
+    ([linen.Dense(2), linen.Conv(3, (2, 2, 2))], BATCH, r"\(Conv\) does not fit float32\[4,2\], the output of layers"),
+    ([LayerSpec(nnx.Linear, 3, 5)], BATCH, r"loss_fn does not fit outputs float32\[4,5\] and labels float32\[4,2\]"),
+    ([EMBED, BLOCK, TiedLayerSpec("e", nnx.Embed, 17, 8)], {}, UNLIKE),
+    ([TiedLayerSpec("e", nnx.Embed, 16, 8, tied_weight_attr="weight")], {}, "weight: the parameters are embedding"),
+]
+NO_MODULE = r"typename .* is not a class of nnx or Linen modules: pass the class"
+
+
+@pytest.mark.parametrize(("layers", "options", "words"), ERRORS)
+def test_errors(layers, options, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        pipeline(*layers, **options)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: pipeline(), "layers is empty"),
-        (lambda: pipeline(BLOCK, loss_fn=None), r"loss_fn is missing; pass loss_fn=f with f\(outputs, labels\)"),
-        (lambda: pipeline(BLOCK, num_stages=0), r"0 parts \(num_stages x chunks\) are too few"),
-        (lambda: pipeline(BLOCK, num_stages=2), "2 parts .* exceed the layers: there are 1 layers, ask for 1 to 1"),
-        (lambda: pipeline(BLOCK, partition_method="profile"), "partition_method 'profile' is unknown"),
-        (lambda: pipeline(BLOCK, partition_method="type:conv"), "matches no layer: the class names are Linear"),
-        (lambda: pipeline(BLOCK, activation_checkpoint_interval=-1), "activation_checkpoint_interval = -1 must be"),
-        (
-            lambda: pipeline(nnx.Linear(3, 2, rngs=nnx.Rngs(0))),
-            r"Linear is not a layer: .* is LayerSpec\(Linear, \.\.\.\)",
-        ),
-        (lambda: pipeline(nnx.Linear), r"nnx.*Linear'> is not a layer: .* is LayerSpec\(Linear, \.\.\.\)"),
-        (lambda: pipeline(3), "int is not a layer"),
-        (lambda: LayerSpec(jnp.tanh), "typename .*tanh.* is not a class of nnx or Linen modules: pass the class"),
-        (lambda: TiedLayerSpec("key", dict), "TiedLayerSpec: typename <class 'dict'> is not a class"),
-        (lambda: pipeline(LayerSpec(nnx.Linear, 3)), r"layers\[0\] \(Linear\): .*missing.*out_features"),
-        (lambda: pipeline(BLOCK, linen.Dense(2)), r"layers\[1\] \(Dense\) is a Linen module.*example_batch=\(inputs"),
-        (lambda: pipeline(BLOCK, example_batch={"x": X}), r"a batch is \(inputs, labels\), but this is a dict of 1"),
-        (lambda: pipeline(*MISFIT, example_batch=(X, Y)), MISFIT_WORDS),
-        (lambda: pipeline(BLOCK, example_batch=(X, Y)), r"layers\[0\] \(Linear\) does not fit .*, the batch's inputs"),
-        (
-            lambda: pipeline(linen.Dense(2), linen.Conv(3, (2, 2, 2)), example_batch=(X, Y)),
-            r"layers\[1\] \(Conv\) does not fit float32\[4,2\], the output of layers\[0\] \(Dense\)",
-        ),
-        (
-            lambda: pipeline(LayerSpec(nnx.Linear, 3, 5), example_batch=(X, Y)),
-            r"loss_fn does not fit outputs float32\[4,5\] and labels float32\[4,2\]",
-        ),
-        (
-            lambda: pipeline(EMBED, BLOCK, TiedLayerSpec("e", nnx.Embed, 17, 8)),
-            r"layers\[0\] \(Embed\) and layers\[2\] \(Embed\) have the key 'e' but cannot share "
-            r"{embedding: float32\[16,8\]} and {embedding: float32\[17,8\]}.*tied_weight_attr",
-        ),
-        (
-            lambda: pipeline(TiedLayerSpec("e", nnx.Embed, 16, 8, tied_weight_attr="weight")),
-            r"layers\[0\] \(Embed\): tied_weight_attr weight: the parameters are embedding",
-        ),
+        (lambda: LayerSpec(jnp.tanh), f"^LayerSpec: {NO_MODULE}"),
+        (lambda: TiedLayerSpec("key", dict), f"^TiedLayerSpec: {NO_MODULE}"),
+        (lambda: pipeline(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), "Linear is not a layer: .* is LayerSpec"),
     ],
 )
-def test_errors(make, words):
+def test_what_is_no_layer(make, words):
     with pytest.raises(jzero.ConfigError, match=words):
         make()
 
 
-def test_errors_of_the_first_step():
-    model = pipeline(*MISFIT)
-    with pytest.raises(jzero.ConfigError, match=MISFIT_WORDS):
-        jax.eval_shape(model.loss, model.init(KEY), (X, Y), None)
-    for batch in ({"x": X, "y": Y}, X, (X, Y, Y)):
-        with pytest.raises(jzero.ConfigError, match=r"a batch is \(inputs, labels\)"):
-            model.loss(model.init(KEY), batch, None)
-    model = pipeline(BLOCK, BLOCK)
-    with pytest.raises(jzero.ConfigError, match=r"layers\[0\] \(Linear\) does not fit float32\[4,3\], the batch's"):
-        model.loss(model.init(KEY), (X, Y), None)
-    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model.init(KEY))
-    model = pipeline(*[LayerSpec(nnx.Linear, 8, 8, dtype=jnp.bfloat16)] * 2)
-    with pytest.raises(
-        jzero.ConfigError, match=r"layers\[0:2\] \(Linear\) have one structure.*float32\[4,8\] becomes bfloat16\["
-    ):
-        model.loss(half, (np.ones((4, 8), np.float32), Y), None)
+HALF = [LayerSpec(nnx.Linear, 8, 8, dtype=jnp.bfloat16)] * 2
+WIDE = (np.ones((4, 8), np.float32), Y)
+
+
+@pytest.mark.parametrize(
+    ("layers", "batch", "words"),
+    [
+        (MISFIT, (X, Y), MISFIT_WORDS),
+        *[(MISFIT, batch, r"a batch is \(inputs, labels\)") for batch in ({"x": X, "y": Y}, X, (X, Y, Y))],
+        ([BLOCK] * 2, (X, Y), r"layers\[0\] \(Linear\) does not fit float32\[4,3\], the batch's"),
+        (HALF, WIDE, r"layers\[0:2\] \(Linear\) have one structure.*float32\[4,8\] becomes bfloat16\["),
+    ],
+)
+def test_errors_of_the_first_step(layers, batch, words):
+    model = pipeline(*layers)
+    params = model.init(KEY)
+    if layers is HALF:
+        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    with pytest.raises(jzero.ConfigError, match=words):
+        model.loss(params, batch, None)

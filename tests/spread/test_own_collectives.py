@@ -15,6 +15,7 @@ from jzero.spread import ModelGroup, ShardedArray, spread
 
 OTHER = "c"  # an axis outside the group
 CALLS = {
+    "axis_index": lambda x: x + lax.axis_index(OTHER),
     "psum": lambda x: lax.psum(x, OTHER),
     "pmax": lambda x: lax.pmax(x, OTHER),
     "pmin": lambda x: lax.pmin(x, OTHER),

@@ -1,10 +1,10 @@
-"""Attention around a ring: values and gradients of XLA's attention on one device, and what is moved.
+"""cuDNN's attention on a group that divides rows, heads or the sequence: XLA's values and gradients, and what is moved.
 
-cuDNN's kernels are replaced by plain JAX, `helpers.attention_kernels`.
+Where the heads do not suffice for the devices of a sequence, keys go around a ring. cuDNN's kernels are replaced by
+plain JAX, `helpers.attention_kernels`.
 """
 
 from collections import Counter
-from itertools import product
 from math import prod
 
 import jax
@@ -39,15 +39,18 @@ def attend(causal=True, implementation="cudnn", window=None):
 # What two axes divide: rows 0, the sequence 1, heads 2; and how many devices they have.
 FORMS = {
     "two": (1, None, 2, 1), "alone": (1, None, 4, 1), "rows": (1, 0, 4, 2), "long": (1, 1, 4, 2), "heads": (1, 2, 4, 2),
+    "rows alone": (0, None, 2, 1), "heads alone": (None, 2, 1, 2), "no sequence": (0, 2, 2, 2), "all": (1, 2, 2, 2),
 }  # fmt: skip
 
 
-def operands(heads, kv_heads, form, length=LENGTH, kv_length=LENGTH):
+def operands(heads, kv_heads, form, length=LENGTH, kv_length=LENGTH, bias=None):
     rng = np.random.default_rng(0)
     shapes = [(2, length, heads, WIDTH), *[(2, kv_length, kv_heads, WIDTH)] * 2]
+    shapes += [(1, bias, length, kv_length)] if bias else []
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     of_keys = tuple(None if at == 2 and kv_heads % 2 else at for at in form[:2])
-    return arrays, [(form[:2], False), (of_keys, False), (of_keys, False)], {"a": form[2], "b": form[3]}
+    forms = [(form[:2], False), (of_keys, False), (of_keys, False), ((None, None), False)]
+    return arrays, forms[: len(arrays)], {"a": form[2], "b": form[3]}
 
 
 def compare(f, plain, arrays, forms, degrees):
@@ -60,24 +63,35 @@ def compare(f, plain, arrays, forms, degrees):
     return moves, {fallback.primitive for fallback in group.traced.fallbacks}
 
 
-HEADS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (6, 2), (6, 3)]
-CASES = [
-    case for case in product(HEADS, FORMS, [True, False])
-    if case[0][0] % prod(n for at, n in zip(FORMS[case[1]][:2], FORMS[case[1]][2:], strict=True) if at == 1)
-    if case[1] != "heads" or case[0] in [(2, 1), (2, 2), (6, 2)]
-]  # fmt: skip
-"""(heads, key-value heads), form, causal: those where the heads do not suffice."""
-SAMPLE = [
-    ((1, 1), "two", True), ((2, 2), "heads", False), ((6, 2), "heads", True),
-]  # fmt: skip
+CASES = [  # heads, key-value heads, form, causal, heads of the bias
+    (1, 1, "two", True, None),
+    (2, 2, "heads", False, None),
+    (6, 2, "heads", True, None),
+    (2, 1, "alone", False, None),
+    (6, 3, "rows", True, None),
+    (4, 1, "long", True, None),
+    (8, 1, "rows", True, None),
+    (8, 2, "rows", True, None),  # two devices attend to the same key-value head
+    (4, 4, "heads alone", True, 1),
+    (4, 2, "rows alone", True, 4),
+    (4, 2, "alone", True, 1),
+    (4, 1, "no sequence", True, 4),
+    (4, 2, "all", False, 1),
+]
 
 
-@pytest.mark.parametrize(("heads", "form", "causal"), keep(CASES, SAMPLE))
-def test_one_device_computes_the_same(heads, form, causal):
-    moves, whole = compare(attend(causal), attend(causal, "xla"), *operands(*heads, FORMS[form]))
+@pytest.mark.parametrize(("heads", "kv_heads", "form", "causal", "bias"), keep(CASES, [*CASES[:4], CASES[7]]))
+def test_one_device_computes_the_same(heads, kv_heads, form, causal, bias):
+    at, devices = FORMS[form][:2], FORMS[form][2:]
+    arrays = operands(heads, kv_heads, FORMS[form], bias=bias)
+    moves, whole = compare(attend(causal), attend(causal, "xla"), *arrays)
     assert not whole
-    assert {move.primitive for move in moves if move.kind == "collective-permute"} == {FORWARD, BACKWARD}
-    assert {move.kind for move in moves} <= {"collective-permute", "all-to-all"}  # no device has all keys
+    ring = heads % prod(n for d, n in zip(at, devices, strict=True) if d == 1) > 0
+    assert {move.primitive for move in moves if move.kind == "collective-permute"} == (
+        {FORWARD, BACKWARD} if ring else set()
+    )
+    if ring:
+        assert {move.kind for move in moves} <= {"collective-permute", "all-to-all"}  # no device has all keys
 
 
 def test_heads_before_sequence():
@@ -119,24 +133,24 @@ def test_heads_before_the_sequence_in_memory():
     assert {move.kind for move in moves} == {"collective-permute", "all-to-all"}
 
 
-REFUSED = {
-    "window": (attend(window=(4, 0)), attend(implementation="xla", window=(4, 0)), LENGTH, LENGTH),
-    "odd": (attend(), attend(implementation="xla"), 12, 12),  # no two halves of 3 tokens
-    "keys": (attend(), attend(implementation="xla"), LENGTH, 2 * LENGTH),
+WHOLE = {  # changes of `attend`, and operands: what allows no ring runs on whole arrays
+    "window": ({"window": (4, 0)}, (1, 1, FORMS["alone"])),
+    "odd": ({}, (1, 1, FORMS["alone"], 12, 12)),  # no two halves of 3 tokens
+    "keys": ({}, (1, 1, FORMS["alone"], LENGTH, 2 * LENGTH)),
+    "bias": ({}, (6, 2, (1, None, 4, 2), LENGTH, LENGTH, 1)),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", WHOLE)
 def test_what_allows_no_ring_runs_on_whole_arrays(case):
-    f, plain, length, kv_length = REFUSED[case]
-    moves, whole = compare(f, plain, *operands(1, 1, FORMS["alone"], length, kv_length))
+    more, of = WHOLE[case]
+    moves, whole = compare(attend(**more), attend(implementation="xla", **more), *operands(*of))
     assert whole == {FORWARD, BACKWARD}
-    assert {move.kind for move in moves} == {"all-gather", "all-reduce"}  # of the output's gradient, in shares
+    if case != "bias":
+        assert {move.kind for move in moves} == {"all-gather", "all-reduce"}  # of the output's gradient, in shares
 
 
 def test_key_value_heads_that_no_axis_divides():
     """Two devices with three heads each need one and a half key-value heads: both compute all."""
-    arrays, forms, degrees = operands(6, 4, FORMS["heads"])
-    arrays = [arrays[0], arrays[1][:, :, :3], arrays[2][:, :, :3]]
-    forms = [forms[0], *[((1, None), False)] * 2]
+    arrays, forms, degrees = operands(6, 3, FORMS["heads"])
     assert compare(attend(), attend(implementation="xla"), arrays, forms, degrees)[1] == {FORWARD, BACKWARD}

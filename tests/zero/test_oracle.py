@@ -1,7 +1,6 @@
 """Every layout against the plain single-device optax loop."""
 
 import re
-from itertools import product
 
 import jax
 import numpy as np
@@ -26,9 +25,6 @@ from helpers.sampling import assert_pairs, keep, sample, some
 def test_the_layouts_are_a_covering_set():
     levels = range(4), COUNTS, (1, 4), REMATS, (True, False), ("fp32", "bf16", "fp16")
     assert_pairs(levels, LLAMA_LAYOUTS + DECODER_LAYOUTS)  # whose first fields these are
-    for precision in ("fp32", "bf16"):
-        seen = {(x.stage, x.zero) for x in LLAMA_LAYOUTS if x.precision == precision}
-        assert seen == set(product(range(4), COUNTS))
 
 
 # Every pair of settings on the small model, by default each setting once; the Llama compiles for longer.
@@ -46,34 +42,26 @@ def test_decoder(layout):
     check_against_reference("decoder", layout)
 
 
-@cases(keep(MLP_LAYOUTS, MLP_LAYOUTS[-1:]))
+@cases(keep(MLP_LAYOUTS, []))  # model/test_from_flax trains models without a stack by default
 def test_mlp(layout):
     check_against_reference("mlp", layout)
 
 
 # The leaves have 16, 256 and 1,024 elements.
-@pytest.mark.parametrize(("threshold", "unroll"), keep(product([100, 600], [True, False]), [(600, False)]))
+@pytest.mark.parametrize(("threshold", "unroll"), keep([(100, True), (600, False)], [(600, False)]))
 def test_leaves_under_the_persistence_threshold_stay_replicated(threshold, unroll):
     layout = Layout(3, 8, 4, "none", unroll)
     section = {"stage": 3, "stage3_param_persistence_threshold": threshold}
     check_against_reference("decoder", layout, zero_optimization=section)
-    step, _ = prepare("decoder", layout, zero_optimization=section)
-    for leaf in jax.tree.leaves(step.layouts):
-        elements = np.prod(leaf.shape[leaf.stacked :])
-        assert (leaf.dim is None) == (elements < threshold), leaf
-    assert {leaf.dim is None for leaf in jax.tree.leaves(step.layouts)} == {True, False}
+    for leaf in jax.tree.leaves(prepare("decoder", layout, zero_optimization=section)[0].layouts):
+        assert (leaf.dim is None) == (np.prod(leaf.shape[leaf.stacked :]) < threshold), leaf
 
 
-def test_bf16_reduced_in_fp32():
-    layout = Layout(2, 8, 4, precision="bf16")
-    check_against_reference("decoder", layout, communication_data_type="fp32")
-
-    def dtypes(**more):
-        text = prepare("decoder", layout, **more)[0].lower(batches("decoder")[0]).as_text()
-        return set(re.findall(r"stablehlo.reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.DOTALL))
-
-    assert dtypes(communication_data_type="fp32") == {"f32"}
-    assert dtypes() == {"bf16"}
+@pytest.mark.parametrize(("more", "dtype"), [({}, "bf16"), ({"communication_data_type": "fp32"}, "f32")])
+def test_the_dtype_of_the_reduction(more, dtype):
+    step, _ = prepare("decoder", Layout(2, 8, 4, precision="bf16"), **more)
+    text = step.lower(batches("decoder")[0]).as_text()
+    assert set(re.findall(r"stablehlo.reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.DOTALL)) == {dtype}
 
 
 @pytest.mark.parametrize("stage", keep([1, 2, 3], [3]))
@@ -82,11 +70,3 @@ def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
     step, state = prepare("decoder", Layout(stage, 8, 1), communication_data_type="bf16")
     _, metrics = step(state, batches("decoder")[0])
     assert float(metrics["loss"]) == pytest.approx(reference("decoder").losses[0], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_llama_in_fp16_on_cpus():
-    step, state = prepare("untied", Layout(3, 8, 1, precision="fp16"))
-    for batch, loss in zip(batches("untied")[:3], reference("untied").losses, strict=False):
-        state, metrics = step(state, batch)
-        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-2)

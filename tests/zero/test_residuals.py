@@ -86,23 +86,30 @@ def kept(f, *args):
     return [v.aval.str_short() for v in fewest_bytes(program, program.outputs, [])]
 
 
-def test_a_half_as_wide_cast_is_kept_instead():
-    assert kept(lambda x: jnp.exp(jnp.sort(x).astype(jnp.bfloat16)), jnp.ones(8)) == ["bfloat16[8]"]
+def halves(x):
+    a, b = jnp.split(jnp.sort(x), 2)
+    return a, b, a * b
 
 
-def test_of_equal_bytes_the_last_is_kept():
-    assert kept(lambda x: jnp.sort(jnp.exp(x)) * 2, jnp.ones(8)) == ["float32[8]"]
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (lambda x: jnp.exp(jnp.sort(x).astype(jnp.bfloat16)), "bfloat16[8]"),  # the cast, half as wide
+        (lambda x: jnp.sort(jnp.exp(x)) * 2, "float32[8]"),
+        (halves, "float32[8]"),  # both as one array
+        (lambda x: jnp.split(jnp.sort(x), 2)[0], "float32[4]"),
+        (lambda x: jnp.sort(x) * jax.lax.reshape(2.0, (1,)), "float32[8]"),  # a view of a number
+    ],
+)
+def test_what_is_kept(f, expected):
+    assert kept(f, jnp.ones(8)) == [expected]
+
+
+def test_of_equal_bytes_the_last_is_kept_and_nothing_of_what_is_free():
     program = Equations(jax.make_jaxpr(lambda x: jnp.exp(jnp.sort(x)))(jnp.ones(8)))
     assert fewest_bytes(program, program.outputs, []) == program.outputs
-
-
-def test_both_halves_are_kept_as_the_array():
-    def halves(x):
-        a, b = jnp.split(jnp.sort(x), 2)
-        return a, b, a * b
-
-    assert kept(halves, jnp.ones(8)) == ["float32[8]"]
-    assert kept(lambda x: jnp.split(jnp.sort(x), 2)[0], jnp.ones(8)) == ["float32[4]"]
+    program = Equations(jax.make_jaxpr(lambda x: (jnp.exp(x), x))(jnp.ones(8)))
+    assert fewest_bytes(program, program.outputs, program.inputs) == []
 
 
 @pytest.mark.gpu_compile
@@ -128,8 +135,11 @@ def test_what_attention_reads_is_kept_as_it_is(length):
     assert kept(heads, x, w) == [f"bfloat16[2,{length},3,2,64]"]  # no kernel reads these
 
 
-def test_a_view_of_a_number():
-    assert kept(lambda x: jnp.sort(x) * jax.lax.reshape(2.0, (1,)), jnp.ones(8)) == ["float32[8]"]
+def lean(block, policy=None):
+    """The layer f(w, x, key), which keeps what it must."""
+    config = policy and ActivationCheckpointing(policy=policy)
+    layer = leanly(lambda pair: pair[0], block, Remat(config, 0, False), unrolled=True, layer=True)
+    return lambda w, x: layer((w, ()), x, None)[0]
 
 
 def test_an_effect_happens_once():
@@ -139,12 +149,8 @@ def test_an_effect_happens_once():
         factor = io_callback(lambda: calls.append(0) or np.float32(len(calls)), jax.ShapeDtypeStruct((), jnp.float32))
         return jnp.sin(x @ w) * factor, ()
 
-    def loss(run):
-        return lambda w: run(w)[0].sum()
-
     w, x = np.eye(4, dtype=np.float32), np.ones((3, 4), np.float32)
-    layer = leanly(lambda pair: pair[0], block, Remat(None, 0, False), unrolled=True, layer=True)
-    found = jax.grad(loss(lambda w: layer((w, ()), x, None)))(w)
+    found = jax.grad(lambda w: lean(block)(w, x).sum())(w)
     assert len(calls) == 1
     np.testing.assert_allclose(found, jax.grad(lambda w: jnp.sin(x @ w).sum())(w), rtol=1e-6)
 
@@ -153,13 +159,11 @@ def test_the_gradient_of_complex_activations():
     def block(w, x, key):
         return jnp.sin(x @ w) + x * jnp.exp(1j * x.real), ()
 
-    def loss(run):
-        return lambda w: (jnp.abs(run(run(x)(w))(w)) ** 2).sum()
+    def gradient(layer):
+        return jax.grad(lambda w: (jnp.abs(layer(w, layer(w, x))) ** 2).sum())(np.eye(4, dtype=np.float32))
 
     x = np.linspace(-1, 1, 12).reshape(3, 4).astype(np.complex64)
-    layer = leanly(lambda pair: pair[0], block, Remat(None, 0, False), unrolled=True, layer=True)
-    found = jax.grad(loss(lambda x: lambda w: layer((w, ()), x, None)[0]))(np.eye(4, dtype=np.float32))
-    expected = jax.grad(loss(lambda x: lambda w: block(w, x, None)[0]))(np.eye(4, dtype=np.float32))
+    found, expected = gradient(lean(block)), gradient(lambda w, x: block(w, x, None)[0])
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -170,34 +174,24 @@ def test_a_jit_in_a_layer_hides_nothing():
         return (jnp.sort(y) * y) @ w, ()
 
     def kept(block):
-        remat = Remat(ActivationCheckpointing(policy="matmuls"), 0, False)
-        layer = leanly(lambda pair: pair[0], block, remat, unrolled=True, layer=True)
-        _, pullback = jax.eval_shape(
-            lambda w, x: jax.vjp(lambda *args: layer((args[0], ()), args[1], None)[0], w, x), w, x
-        )
+        _, pullback = jax.eval_shape(lambda w, x: jax.vjp(lean(block, "matmuls"), w, x), w, x)
         return sorted(str(x) for x in jax.tree.leaves(pullback))
 
     w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
     assert kept(jax.jit(feed_forward)) == kept(feed_forward)
 
 
-def test_nothing_is_kept_of_what_is_free():
-    program = Equations(jax.make_jaxpr(lambda x: (jnp.exp(x), x))(jnp.ones(8)))
-    assert fewest_bytes(program, program.outputs, program.inputs) == []
-
-
 ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, LAYERS = 2, 256, 256, 512, 4, 2, 512, 2
 
 
-def traced_for_gpus(stage):
+def traced_for_gpus():
     shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, vocab_size=VOCAB, attention="cudnn")
     llama, batch = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), pairs(2 * ROWS, LENGTH)
-    more = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": stage}}
+    more = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": 3}}
     return traced(llama, h100s(zero=2), batch, {}, **more)[1]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_bytes_of_a_llamas_layer(monkeypatch, stage):
+def test_bytes_of_a_llamas_layer(monkeypatch):
     """Per token: the layer's input, queries, keys and values, attention's result, the sum after it, gate and up."""
     chunks, make = [], Chunk.__init__
 
@@ -206,7 +200,7 @@ def test_bytes_of_a_llamas_layer(monkeypatch, stage):
         chunks.append(self)
 
     monkeypatch.setattr(Chunk, "__init__", note)
-    traced_for_gpus(stage)
+    traced_for_gpus()
     assert len(chunks) == LAYERS
     head = WIDTH // HEADS
     numbers = 3 * WIDTH + (HEADS + 2 * KV_HEADS) * head + 2 * HIDDEN
@@ -218,10 +212,9 @@ def test_bytes_of_a_llamas_layer(monkeypatch, stage):
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_layers_weight_gradients_come_before_the_layer_below(stage):
+def test_a_layers_weight_gradients_come_before_the_layer_below():
     """In the compiled program, whose text is in the order of execution."""
-    entry = traced_for_gpus(stage).lower().compile().as_text().split("\nENTRY ")[1]
+    entry = traced_for_gpus().lower().compile().as_text().split("\nENTRY ")[1]
     weights = {f"{WIDTH},{2 * HIDDEN}", f"{2 * HIDDEN},{WIDTH}"}  # of gate and up
     products = [re.findall(r"bf16\[([\d,]+)\]", line)[0] for line in entry.splitlines() if "$lt$matmul" in line]
     assert len(products) >= 12 * LAYERS, products
