@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50207,
+    "lines": 50201,
     "files": 272,
-    "statements": 29502,
+    "statements": 29498,
     "Any": 1144,
     "rooms": 40,
     "floors": 16,
@@ -34,6 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4153,
     "docstrings that begin with What, How, Where or Whether": 0,
+    "lines of tests": 42494,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 
@@ -126,6 +127,7 @@ def figures() -> dict[str, int]:
         "docstrings that begin with What, How, Where or Whether": sum(
             bool(re.match(r"(What|How|Where|Whether)\b", text)) for text in docstrings
         ),
+        "lines of tests": sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
     }
 
 
