@@ -69,7 +69,7 @@ class WideGPT(SmallGPT):
 def test_moments_of_any_dtype_resume_with_and_without_a_stack(tmp_path, here, there):
     """Each layer of a stacked moment has codes and a scale of its own."""
     one, other = (
-        engine(*of, WideGPT, optimizer={**ADAM, "params": {"lr": 1e-2, "state_dtype": dtype}})
+        engine(*of, WideGPT, optimizer={**ADAM, "state_dtype": dtype})
         for of, dtype in zip((ONE, PIPE) if here == there else (PIPE, ONE), (there, here), strict=True)
     )
     if here == there:
