@@ -195,23 +195,18 @@ def test_swiglu_between_quantised_matrices_is_one_chain(run, kind):
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_swiglu_of_a_qlora_step_is_two_kernels():
-    """In a program for a GPU; that of bfloat16 LoRA has as many."""
-    kernels, layers = {}, 2
-    for kind in (None, "nf4"):
-        lora = LoRAConfig(8, 8, "all-linear", kind)
-        widths = {"d_model": 128, "d_ff": 512, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
-        shape = preset("tiny", num_layers=layers, **widths, lora=lora)
-        config = {
-            "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
-            "trainable_parameters": ["lora_"],
-        }  # fmt: skip
-        mesh = jzero.make_mesh(devices=gpu_devices("h200", 1, per_host=1))
-        step = jzero.make_train_step(jzero.from_flax(lambda rngs, s=shape: Decoder(s, rngs=rngs)), config, mesh=mesh)
-        tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
-        text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
-        found = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)
-        kernels[kind] = len(found)
-    assert kernels == {None: 2 * layers, "nf4": 2 * layers}
+    """In a program for a GPU, as in bfloat16 LoRA."""
+    widths = {"d_model": 128, "d_ff": 512, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
+    shape = preset("tiny", num_layers=1, **widths, lora=LoRAConfig(8, 8, "all-linear", "nf4"))
+    config = {
+        "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
+        "trainable_parameters": ["lora_"],
+    }  # fmt: skip
+    mesh = jzero.make_mesh(devices=gpu_devices("h200", 1, per_host=1))
+    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), config, mesh=mesh)
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    text = step.lower({"inputs": tokens, "labels": tokens}).compile().as_text()
+    assert len(re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)) == 2
 
 
 @pytest.mark.gpu_compile
