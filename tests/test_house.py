@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50201,
+    "lines": 50200,
     "files": 272,
-    "statements": 29498,
+    "statements": 29497,
     "Any": 1144,
     "rooms": 40,
     "floors": 16,
@@ -34,7 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4153,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 42494,
+    "lines of tests": 42515,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 

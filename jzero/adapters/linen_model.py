@@ -64,9 +64,8 @@ class LinenModel(ModuleModel):
         return self._params(self._variables(rng))
 
     def adopt(self, values: PyTree) -> PyTree:
-        """Convert Linen variables to the model's parameters; leave parameters as they are."""
-        variables = set(values) <= {PARAMS, *self.collections, *self.mutable}
-        if not variables or named(values).keys() == self._names:
+        """Convert Linen variables, sown ones too, to the model's parameters; leave parameters as they are."""
+        if PARAMS not in values or named(values).keys() == self._names:
             return values
         values = meta.unbox(values)
         for name in set(values) & set(self.collections):

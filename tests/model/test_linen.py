@@ -130,7 +130,8 @@ def test_constants_of_other_variables_are_refused():
     """Training does not change the collection, so the step computes it from the module, and would ignore these."""
     model = jzero.from_flax(Several(), mean_square, example_batch=X)
     params, tables = (Several().init(KEY, X)[name] for name in ("params", "tables"))
-    model.adopt({"params": params, "tables": tables})
+    sown = {"losses": {"l2": (jnp.ones(()),)}}  # `init` of a module that sows has these too
+    assert named(model.adopt({"params": params, "tables": tables, **sown})).keys() == named(model.init(KEY)).keys()
     other = {"params": params, "tables": {"shift": tables["shift"] + 1}}
     refuses(lambda: model.adopt(other), r"params: tables/shift is not what the module computes: .*frozen_par")
 
