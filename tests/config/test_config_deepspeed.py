@@ -171,7 +171,7 @@ def test_what_deepspeed_ignores_is_reported_as_ignored(given, ignored):
 
 PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[3] / "shared/ds_configs")
 FILES = sorted(PLACE.glob("*.json"))
-# What jzero does not do, as the line that says so begins. Whatever else stops a file is a fault of jzero's reader.
+# How the refusals of what jzero does not do begin. Any other refusal is a fault of jzero's reader.
 CAUSES = (
     r"zero_optimization\.offload_optimizer\.device = ",
     r"zero_optimization\.offload_param\.device = ",

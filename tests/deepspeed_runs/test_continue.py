@@ -29,7 +29,7 @@ RUNS = [
     ("llama-3-bf16", "ckpt", 3, 2, 1),
 ]
 FP16 = [("mlp-0-fp16", "ckpt", 2, 2, 1), ("mlp-3-fp16", "ckpt", 1, 2, 1)]
-# The rest of stages x precisions x models x kinds of checkpoint, of which CI makes some anew.
+# The other stages, precisions, models and kinds of checkpoint. CI makes some of them again.
 MORE = [
     (case, folder, i % 4, (1, 2, 8)[i % 3], 2 if kind == "llama" and i % 3 else 1)
     for i, (case, folder) in enumerate(product(sorted(CASES.keys() - {"mlp-0-frozen"}), ("ckpt", "universal")))

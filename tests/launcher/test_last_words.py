@@ -63,7 +63,7 @@ def fail(error):
 
 @pytest.fixture
 def end(monkeypatch, capsys):
-    """End a process by the exception of a call after so many steps; return its exit code, and what it prints."""
+    """Raise an exception in a process after some steps; return its exit code and output."""
     monkeypatch.setattr(last_words, "_ended_by", "")
 
     def end(call, step=7, before=sys.__excepthook__):

@@ -108,7 +108,7 @@ class Host:
 
 @pytest.fixture
 def connect(tmp_path, monkeypatch):
-    """Connect to hosts of which each reaches some, and start their processes; return the runner."""
+    """Start processes on hosts that reach some of the others; return the runner."""
 
     def connect(reaches, *words):
         async def greet(connecting, host):
