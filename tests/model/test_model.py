@@ -70,7 +70,7 @@ def test_llama(tied):
     expected = llama(params, TOKENS)
     logits = jax.jit(lambda params: model.module(params)(TOKENS))(params)
     assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     labels = np.where(np.arange(12) < np.array([[12], [3], [7]]), np.roll(TOKENS, -1, 1), -1)
     total, count = jax.jit(model.loss)(params, {"inputs": TOKENS, "labels": labels}, None)
     losses = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(expected, labels[..., None], -1)[..., 0]
