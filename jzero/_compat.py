@@ -349,8 +349,14 @@ def function_primitive(name: str, kernel: Callable[..., Callable | None] | None 
         return jaxpr_as_fun(jaxpr)(*xs)
 
     def jvp(primals: Any, tangents: Any, *, jaxpr: Any, **_: Any) -> Any:
-        tangents = [ad.instantiate_zeros(t) for t in tangents]
-        return jax.jvp(jaxpr_as_fun(jaxpr), tuple(primals), tuple(tangents))
+        # A function with a derivative of its own refuses tangents that are known to be zero.
+        moving = {i: t for i, t in enumerate(tangents) if type(t) is not ad.Zero}
+
+        def f(*xs: Any) -> Any:
+            known = dict(enumerate(primals)) | dict(zip(moving, xs, strict=True))
+            return jaxpr_as_fun(jaxpr)(*known.values())
+
+        return jax.jvp(f, tuple(primals[i] for i in moving), tuple(moving.values()))
 
     def batch(xs: Any, dims: Any, *, jaxpr: Any, **_: Any) -> Any:
         outs = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=dims)(*xs)

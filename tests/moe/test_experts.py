@@ -64,6 +64,13 @@ def test_without_gates_and_with_another_activation():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_experts_train_where_nothing_before_them_does():
+    """Frozen embeddings, for one: the tokens have no tangent, and gathers with derivatives of their own refuse zeros."""
+    x, router, up, down = arrays()
+    found, known = (jax.grad(partial(f, capacity_factor=None), argnums=2)(x, router, up, down) for f in (mixture, plain))
+    assert_close(found, known)
+
+
 def test_all_tokens_to_one_expert():
     """The load that no even share of rows would hold."""
     x, router, up, down = arrays()
