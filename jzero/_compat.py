@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # it imports multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
+    from jax import Array
+
 
 def backends_are_initialized() -> bool:
     """Return whether JAX has started its devices; from then on this process cannot join others.
@@ -397,3 +399,17 @@ def flash_attention_kernels(batched: Callable) -> tuple[Any, Any]:
     for kernel in kernels:
         batching.primitive_batchers[kernel] = functools.partial(batched, kernel)
     return kernels
+
+
+def cudnn_version() -> int:
+    """Return the version of cuDNN, 91200 for 9.12.0, or 0 without it; no public API does."""
+    from jax._src.lib import cuda_versions
+
+    return cuda_versions.cudnn_get_version() if cuda_versions else 0
+
+
+def causal_cudnn_attention(query: Array, key: Array, value: Array, scale: float) -> Array:
+    """Compute causal attention by cuDNN; `jax.nn.dot_product_attention` has no values narrower than keys."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return cudnn.dot_product_attention(query, key, value, scale=scale, mask_type=cudnn.MaskType.CAUSAL)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jzero._compat import flash_attention_kernels
+from jzero._compat import causal_cudnn_attention, cudnn_version, flash_attention_kernels
 from jzero.errors import install_command
 from jzero.mesh import CONTEXT, EXPERT, TENSOR
 from jzero.planner.gpus import GPU, GPUS
@@ -40,7 +40,7 @@ def attention(
 
     Args:
       query: [B, S, H, C].
-      key, value: [B, T, K, C], with K a divisor of H.
+      key, value: [B, T, K, C], with K a divisor of H; values may be narrower.
       bias: added to the scores; broadcast to [B or 1, H or 1, S, T].
       mask: the keys that a query sees, bool; broadcast to [B or 1, H or 1, S, T].
       scale: of the scores, a number; default: C ** -0.5.
@@ -50,7 +50,7 @@ def attention(
       implementation: "auto", "flash_attention_3", "cudnn" or "xla".
 
     Returns:
-      [B, S, H, C], in the dtype of the query.
+      [B, S, H, C], or as wide as the values, in the dtype of the query.
 
     Raises:
       ValueError: another `implementation`, an operand of other dimensions, FlashAttention-3 where it cannot be used.
@@ -64,17 +64,32 @@ def attention(
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}; must be [rows, sequence, heads, width]")
-    (_, S, _, C), dtype, xs = query.shape, query.dtype, (query, key, value)
+    (_, S, _, C), wide = query.shape, value.shape[-1]
     is_causal, window = _window(is_causal, local_window_size)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     given: Given = {"bias": bias, "mask": mask, **lengths}
     ahead = implementation == "auto" and window and window[1]  # which cuDNN does not have
-    kernel: Kernel = "xla" if ahead else kernel_for(implementation, dtype, C)
+    kernel: Kernel = "xla" if ahead else kernel_for(implementation, query.dtype, C)
+    if wide == C:
+        return _by(kernel, (query, key, value), given, scale, is_causal, window)
+    plain = is_causal and not window and all(x is None for x in given.values())
+    if kernel == "cudnn" and plain and takes_narrow_values(S, key.shape[1]):
+        return causal_cudnn_attention(query, key, value, C**-0.5 if scale is None else float(scale))
+    value = jnp.pad(value, [(0, 0)] * 3 + [(0, C - wide)])
+    return _by(kernel, (query, key, value), given, scale, is_causal, window)[..., :wide]
+
+
+def _by(
+    kernel: Kernel, xs: QueryKeyValue, given: Given, scale: float | None, is_causal: bool,
+    window: tuple[int, int] | None,
+) -> jax.Array:  # fmt: skip
+    """Compute attention by one kernel."""
+    (_, S, _, C), dtype = xs[0].shape, xs[0].dtype
     if kernel == FLASH:
         _check_flash(xs, is_causal and not window and all(x is None for x in given.values()))
         return flash_attention(*xs, C**-0.5 if scale is None else float(scale))
     if kernel == "xla" and all(x.dtype == jnp.float16 for x in xs) and _on_cpu():  # JAX has no such products there
-        xs = query.astype(jnp.float32), key.astype(jnp.float32), value.astype(jnp.float32)
+        xs = xs[0].astype(jnp.float32), xs[1].astype(jnp.float32), xs[2].astype(jnp.float32)
     if kernel == "cudnn":
         xs, given = _for_cudnn(xs, given)
     out = jax.nn.dot_product_attention(
@@ -161,6 +176,12 @@ def widest_head() -> int:
     return 256 if capability >= (9, 0) and not absent_gpu() else 128  # without a GPU jax._src.cudnn refuses wider heads
 
 
+def takes_narrow_values(*lengths: int) -> bool:
+    """Return whether cuDNN takes values narrower than keys here: from 9.10 on Hopper, undivided, of even lengths."""
+    here = not absent_gpu() and compute_capability() >= (9, 0) and cudnn_version() >= 91000
+    return here and not _divided() and not any(n % 2 for n in lengths)
+
+
 def compute_capability() -> tuple[int, ...]:
     """Return the compute capability of the program's GPU, (9, 0) for an H100; () if there is none."""
     if planned := absent_gpu():
@@ -179,11 +200,17 @@ def flash_obstacle(dtype: jnp.dtype, head_dim: int) -> str | None:
     if compute_capability() != (9, 0):
         return "FlashAttention-3 needs a Hopper GPU"
     mesh = jax.sharding.get_abstract_mesh()
-    if divided := [axis for axis in (EXPERT, CONTEXT, TENSOR) if mesh.shape.get(axis, 1) > 1]:
+    if divided := _divided():
         return f"FlashAttention-3 is not divided along {' and '.join(divided)}"
     if automatic := [axis for axis, n in mesh.shape.items() if n > 1 and axis not in mesh.manual_axes]:
         return f"XLA does not divide FlashAttention-3 along {' and '.join(automatic)}"
     return flash_missing()
+
+
+def _divided() -> list[str]:
+    """Return the axes that divide a model's functions."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [axis for axis in (EXPERT, CONTEXT, TENSOR) if mesh.shape.get(axis, 1) > 1]
 
 
 def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float | None = None) -> str | None:

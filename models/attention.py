@@ -155,7 +155,7 @@ def _in_xla(q_BSHC, k_BTKC, v_BTKC, visible_B1ST, scale, softcap, sinks_KG) -> j
         largest = lax.stop_gradient(jnp.maximum(scores_BKGST.max(-1, keepdims=True), sinks_KG11))
         weights_BKGST = jnp.exp(scores_BKGST - largest)
         weights_BKGST /= weights_BKGST.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - largest)
-    return jnp.einsum("bkgst,btkc->bskgc", weights_BKGST.astype(v_BTKC.dtype), v_BTKC).reshape(B, S, H, C)
+    return jnp.einsum("bkgst,btkc->bskgc", weights_BKGST.astype(v_BTKC.dtype), v_BTKC).reshape(B, S, H, -1)
 
 
 def visible_ST(S: int, T: int, window: int | None = None, first: int | jax.Array = 0) -> jax.Array:

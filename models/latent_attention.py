@@ -90,12 +90,8 @@ class LatentAttention(nnx.Module):
         k_BSHC, v_BSHC = jnp.split(self.kv_up(latent_BSL), [m.plain], axis=-1)
         key_BSHR = jnp.broadcast_to(key_BSR[:, :, None], (*k_BSHC.shape[:3], m.rotated))
         k_BSHC = jnp.concatenate([k_BSHC, key_BSHR], axis=-1)
-        # The kernels have keys and values of one width.
-        wide = k_BSHC.shape[-1] - m.value
-        v_BSHC = jnp.pad(v_BSHC, ((0, 0), (0, 0), (0, 0), (0, wide)))
         choice, mask_B1SS = self.config.attention, same_segment(segments_BS)
-        o_BSHC = attend(q_BSHC, k_BSHC, v_BSHC, mask_B1SS, choice=choice, causal=True, scale=self.scale)
-        return self.output(o_BSHC[..., : m.value])
+        return self.output(attend(q_BSHC, k_BSHC, v_BSHC, mask_B1SS, choice=choice, causal=True, scale=self.scale))
 
     def output(self, o_BSHC: jax.Array) -> jax.Array:
         return self.out(o_BSHC.reshape(*o_BSHC.shape[:2], -1))

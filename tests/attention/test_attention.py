@@ -282,3 +282,37 @@ def test_jzero_attention_says_what_it_takes():
         jzero.attention(Q, KEYS, VALUES, implementation="flash")
     with pytest.raises(ValueError, match=re.escape("key has shape (9, 2, 8); must be [rows, sequence, heads, width]")):
         jzero.attention(Q, KEYS[0], VALUES)
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_values_may_be_narrower_than_keys(window):
+    """The oracle: softmax of the scores in NumPy, as in latent attention, with values of 8 beside keys of 24."""
+    q, k, v = (
+        np.random.default_rng(i).normal(size=(2, 10, 4, n)).astype(np.float32) for i, n in enumerate((24, 24, 8))
+    )
+    scores = np.einsum("bshc,bthc->bhst", q, k) * 0.2
+    distance = np.arange(10)[:, None] - np.arange(10)
+    seen = (distance >= 0) & (distance <= (window[0] if window else 10))
+    weights = np.where(seen, np.exp(scores), 0)
+    expected = np.einsum("bhst,bthc->bshc", weights / weights.sum(-1, keepdims=True), v)
+    found = jzero.attention(*map(jnp.asarray, (q, k, v)), scale=0.2, is_causal=True, local_window_size=window)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_cudnn_takes_values_narrower_than_keys(monkeypatch):
+    """Its own checks of the operands run; a kernel would need a GPU. Without a version for it, values are padded."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 256)
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (9, 0))
+    q, v = jnp.ones((2, 8, 4, 192), jnp.bfloat16), jnp.ones((2, 8, 4, 128), jnp.bfloat16)
+
+    def widths(version, **more):
+        monkeypatch.setattr(attention_kernels, "cudnn_version", lambda: version)
+        program = jax.make_jaxpr(partial(jzero.attention, is_causal=True, **more))(q, q, v)
+        assert program.out_avals[0].shape == v.shape
+        return re.findall(r"pad\[", str(program)) == [], "dot_product_attention_fwd" in str(program)
+
+    assert widths(91000) == (True, True)
+    assert widths(90900) == (False, True)
+    assert widths(91000, local_window_size=(3, 0)) == (False, True)
