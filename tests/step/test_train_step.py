@@ -151,7 +151,7 @@ def test_the_norms_collectives_follow_the_parameters_in_every_process():
     def order(groups):
         layouts = [SimpleNamespace(name=str(i), axes=set(axes), trainable=True) for i, axes in enumerate(groups)]
         run = jax.shard_map(
-            lambda *gs: sums_of_squares(layouts, layouts, list(gs), 1.0, mesh),
+            lambda *gs: sums_of_squares(*[(layouts, list(gs))] * 2, 1.0, mesh),
             mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False,
         )  # fmt: skip
         jaxpr = jax.make_jaxpr(run)(*map(jnp.ones, range(1, 7))).jaxpr.eqns[0].params["jaxpr"]
