@@ -122,8 +122,8 @@ class FusedLinear(nnx.LinearGeneral):
         if not pairs:
             return y
         a, b = zip(*pairs, strict=True)
-        # The scale has no pass over the wide result of its own.
-        return y + jnp.tensordot(inputs @ jnp.concatenate(a, 1) * self.scale, jnp.concatenate(b, 0), 1)
+        # The scale of B's few rows is a part of the kernel that joins them, and no pass over rows of tokens.
+        return y + jnp.tensordot(inputs @ jnp.concatenate(a, 1), jnp.concatenate(b, 0) * self.scale, 1)
 
 
 class LoRALinear(FusedLinear):

@@ -127,7 +127,7 @@ class Mixture(nnx.Module):
         )  # fmt: skip
         if c.shared:
             gate_up_BS2F = jnp.einsum("bsd,dgf->bsgf", x_BSD, self.shared_gate_up[...])
-            gate_BSF, up_BSF = gate_up_BS2F[:, :, 0], gate_up_BS2F[:, :, 1]
+            gate_BSF, up_BSF = (part_BS1F.squeeze(2) for part_BS1F in jnp.split(gate_up_BS2F, 2, axis=2))
             shared_BSD = (self.activation(gate_BSF) * up_BSF) @ self.shared_down[...]
             y_BSD += nnx.sigmoid(self.shared_gate(x_BSD)) * shared_BSD if c.shared_gate else shared_BSD
         if bias_E is not None and c.bias_rate:
