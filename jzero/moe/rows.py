@@ -44,7 +44,8 @@ def by_expert(experts: jax.Array, count: int) -> tuple[TokenRows, jax.Array]:
     row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     sizes = (experts.ravel()[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
     row = jnp.where(experts < count, row.reshape(tokens, k), order.size)
-    return TokenRows(order // k, row), sizes
+    # Else XLA divides again for each number that it gathers by these indices.
+    return TokenRows(*lax.optimization_barrier((order // k, row))), sizes
 
 
 def by_slot(row: jax.Array, rows: int) -> TokenRows:

@@ -163,7 +163,7 @@ def _stack_loss(
     """Make `loss(weights, batch, key)` of prefix, stack and suffix: every layer fetches its own weights."""
     listed = not view.layer_axis
     prefix, block, suffix = stack_functions(model)
-    suffix = kernels(suffix)
+    prefix, suffix = kernels(prefix), kernels(suffix)
     if remat.kind != "none" and _has_layers(model):
         run = checkpointed(lambda pair: combine(*pair), prefix, remat, unrolled=True)
 

@@ -12,7 +12,7 @@ from jzero._compat import is_constant
 from jzero.kernels.fusion.chains import Chains, weight_of
 from jzero.kernels.fusion.cross_entropies import cross_entropies
 from jzero.kernels.fusion.elementwise import is_row
-from jzero.kernels.fusion.parts import FROZEN, cut_with_rows, mapped_dot_general
+from jzero.kernels.fusion.parts import FROZEN, cut, cut_with_rows, mapped_dot_general
 from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, run_equation
 from jzero.tracing.source_lines import source_of
@@ -84,7 +84,9 @@ class _Matrices:
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
         known = id(eqn) in self._chains.biased_cuts or any(v in self._known for v in eqn.outvars)
-        return known or self._chains.multiplies(eqn) or self._columns(eqn) > 0
+        # Of two parts, a gate for one, the gradients are often computed together: one kernel reads what both need.
+        cuts = eqn.primitive.name == "split" and len(eqn.outvars) > 2 and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        return known or cuts or self._chains.multiplies(eqn) or self._columns(eqn) > 0
 
     def _columns(self, eqn: Equation) -> int:
         """Return the width of the matrices that a sum with a product has as terms; 0: it is no such sum."""
@@ -100,11 +102,13 @@ class _Matrices:
 
     def run(self, eqn: Equation, read: Read[jax.Array]) -> list[jax.Array]:
         """Run an equation that `takes` takes."""
-        if cut := self._chains.biased_cuts.get(id(eqn)):
-            rows = jnp.stack([row.reshape(-1) for row in read(cut.rows)]).reshape(len(eqn.outvars), -1)
-            parts = cut_with_rows(self._matrix(cut.source, rows.size, read), rows)
-            self._known.update(zip(cut.results, parts, strict=True))
+        if biased := self._chains.biased_cuts.get(id(eqn)):
+            rows = jnp.stack([row.reshape(-1) for row in read(biased.rows)]).reshape(len(eqn.outvars), -1)
+            parts = cut_with_rows(self._matrix(biased.source, rows.size, read), rows)
+            self._known.update(zip(biased.results, parts, strict=True))
             return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
+        if eqn.primitive.name == "split":
+            return cut(*read(eqn.invars), **eqn.params)
         if eqn.outvars[0] not in self._known or eqn.primitive.name != "add":
             self._compute(eqn, read)
         return [self._known[v].reshape(v.aval.shape) for v in eqn.outvars]

@@ -134,6 +134,25 @@ def test_values_and_gradients_against_float64(name):
         assert distance(a, b) <= min(2 * BF16, distance(unfused, b))  # fewer results are rounded
 
 
+def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
+    """As of grouped queries with their keys and values; XLA's concatenation is slower. Parts of integers stay."""
+
+    def f(x, w):
+        numbers, _, _ = jnp.split(jnp.arange(6), 3)
+        q, k, _ = jnp.split(x @ w, [R, R + 4], axis=-1)
+        return jnp.sin(q).sum() + (k * numbers[0] + k**2).sum()
+
+    args = numbers((M, K), (K, R + 8))
+    found, known = (jax.grad(g, (0, 1))(*args) for g in (fused(f), f))
+    for a, b in zip(found, known, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    written = [
+        [one.name for one in operations(jax.make_jaxpr(jax.grad(g))(*args).jaxpr) if one.name == "dynamic_update_slice"]
+        for g in (fused(f), f)
+    ]
+    assert [len(names) for names in written] == [3, 0]
+
+
 @pytest.mark.parametrize("name", ["biased", "cut then biased", "biased then cut"])
 def test_policies_of_checkpoints_see_what_a_forward_pass_computes(name):
     """No function with a derivative of its own is left, in which they see no product."""
