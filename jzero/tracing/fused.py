@@ -84,9 +84,7 @@ class _Matrices:
     def takes(self, eqn: Equation) -> bool:
         """Return whether an equation is a product, or a sum with one, or cuts it into parts."""
         known = id(eqn) in self._chains.biased_cuts or any(v in self._known for v in eqn.outvars)
-        # Of two parts, a gate for one, the gradients are often computed together: one kernel reads what both need.
-        cuts = eqn.primitive.name == "split" and len(eqn.outvars) > 2 and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
-        return known or cuts or self._chains.multiplies(eqn) or self._columns(eqn) > 0
+        return known or _cuts(eqn) or self._chains.multiplies(eqn) or self._columns(eqn) > 0
 
     def _columns(self, eqn: Equation) -> int:
         """Return the width of the matrices that a sum with a product has as terms; 0: it is no such sum."""
@@ -107,7 +105,7 @@ class _Matrices:
             parts = cut_with_rows(self._matrix(biased.source, rows.size, read), rows)
             self._known.update(zip(biased.results, parts, strict=True))
             return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
-        if eqn.primitive.name == "split":
+        if _cuts(eqn):
             return cut(*read(eqn.invars), **eqn.params)
         if eqn.outvars[0] not in self._known or eqn.primitive.name != "add":
             self._compute(eqn, read)
@@ -139,3 +137,12 @@ class _Matrices:
             (x,) = read([v])
             self._known[v] = x.reshape(-1, columns)
         return self._known[v]
+
+
+def _cuts(eqn: Equation) -> bool:
+    """Return whether an equation cuts numbers with gradients into three or more parts: queries, keys and values.
+
+    Of two parts, a gate for one, the gradients are often computed together: one kernel reads what both need.
+    """
+    several = eqn.primitive.name == "split" and len(eqn.outvars) > 2
+    return several and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact)
