@@ -12,8 +12,10 @@ import pytest
 from helpers.fp8 import FP8, distances, reference
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, ROWS, WIDTH, SmallGPT, loss_fn
+from helpers.steps import settings
 from helpers.tensor_models import batches, initial, make_step
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import jzero
@@ -29,7 +31,6 @@ KERNELS = {f"stack/{name}/kernel" for name in ("attention/qkv", "attention/out",
 
 
 def kernels(params):
-    """The matrices of the layers, by name."""
     return {name: np.asarray(x) for name, x in named(params).items() if name in KERNELS}
 
 
@@ -44,12 +45,11 @@ def above(x):
 
 
 def started(model="llama", params=None, **layout):
-    """A step with delayed scales, and its first state."""
     step = make_step(model, **{"precision": DELAYED, **layout})
     return step, step.init(jax.random.key(0), initial(model) if params is None else params)
 
 
-@settings(max_examples=30)
+@hypothesis_settings(max_examples=30)
 @given(st.lists(st.floats(2.0**-126, float(np.finfo(np.float32).max), width=32), min_size=1, max_size=9))
 def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
     counts = exponent_one_hot(jnp.array(numbers, jnp.float32)).sum(0)
@@ -104,10 +104,8 @@ def noted():
 
 
 LAYOUTS = [
-    {"zero": 4, "data": 2, "stage": 2, "accum": 2, "unroll": False},
-    {"unroll": False, "remat": "full", "accum": 2},
-    {"zero": 8, "stage": 3},
-    {"zero": 2, "pipe": 2, "stage": 2, "accum": 4},
+    {"zero": 2, "data": 2, "stage": 2, "accum": 2, "unroll": False},
+    {"zero": 8, "stage": 3, "remat": "full"},
     {"zero": 2, "pipe": 2, "stage": 1, "accum": 4, "pipeline": {"schedule": "zero_bubble"}},
     {"zero": 2, "tensor": 2, "stage": 3},
 ]
@@ -193,15 +191,6 @@ def test_frozen_weights_have_current_scales():
     assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text
 
 
-@pytest.mark.slow
-def test_a_step_with_frozen_weights():
-    step, state = started(precision={**DELAYED, "frozen_parameters": ["mlp/"]})
-    state, metrics = step(state, batches("llama")[0])
-    assert all(np.asarray(x)[:, :, 0].all() for x in state.fp8.values())
-    # the frozen half is rounded to bfloat16 before it is to fp8; fp8 and bf16 differ by up to 1e-3, as tested elsewhere
-    assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][0, 0], rel=1e-3)
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -215,21 +204,13 @@ class Half(SmallGPT):
 
 def engine(recipe="delayed", length=STEPS, exclude=(), **mesh):
     history_len = {"amax_history_len": length} if recipe == "delayed" else {}
-    config = {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 2},
-        "mesh": mesh,
-        **FP8,
-        "fp8": {"enabled": True, "min_size": WIDTH, "recipe": recipe, "exclude": list(exclude), **history_len},
-    }
-    model = jzero.from_flax(Half, loss_fn, stack="blocks")
-    return jzero.initialize(model=model, config=config)[0]
+    section = {"enabled": True, "min_size": WIDTH, "recipe": recipe, "exclude": list(exclude), **history_len}
+    config = settings(ROWS, 2, 2, mesh=mesh, **FP8) | {"fp8": section}
+    return jzero.initialize(model=jzero.from_flax(Half, loss_fn, stack="blocks"), config=config)[0]
 
 
 def histories(engine):
-    return {name: np.asarray(x) for name, x in jax.device_get(engine.state.fp8).items()}
+    return jax.tree.map(np.asarray, jax.device_get(engine.state.fp8))
 
 
 @pytest.mark.slow

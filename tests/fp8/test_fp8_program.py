@@ -1,6 +1,5 @@
 """The compiled H100 program multiplies the chosen weights in fp8 three times, and gathers one byte per element."""
 
-import dataclasses
 import re
 from collections import Counter
 from math import prod
@@ -8,36 +7,37 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.programs import needs_gpu_programs, pairs, traced
+from helpers.refusals import refuses
 
 import jzero
-from jzero.errors import ConfigError
-from jzero.planner import Rates, collectives, gpu_devices, matmuls, state_bytes, step_time
+from jzero.model import stack_loss
+from jzero.planner import collectives, gpu_devices
 from models.llama import Llama, LlamaConfig
 
-pytestmark = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
+pytestmark = needs_gpu_programs
 
 LAYERS, WIDTH, ROWS, LENGTH, VOCAB, ZERO = 2, 128, 8, 128, 256, 2
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "reduce_scatter")}
 MODEL = jzero.from_flax(
     lambda rngs: Llama(LlamaConfig(LAYERS, WIDTH, 4, 4, 2 * WIDTH, vocab_size=VOCAB, attention="xla"), rngs=rngs)
 )
+BATCH = pairs(ROWS, LENGTH)
+TOKENS = {"inputs": BATCH["inputs"]}
 WEIGHTS = {"qkv": 3 * WIDTH * WIDTH, "out": WIDTH * WIDTH, "gate_up": 4 * WIDTH * WIDTH, "down": 2 * WIDTH * WIDTH}
 
 
-def step_on(devices, *, stage=2, model=MODEL, **fp8):
-    config = {
-        "train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
-        "fp8": {"enabled": True, "min_size": WIDTH, **fp8}, "stack": {"unroll": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "compiler_options": {"xla_gpu_autotune_level": 0} | SEPARATE,
-    }  # fmt: skip
-    return jzero.make_train_step(model, config, mesh=jzero.make_mesh(zero=len(devices), devices=devices))
+def step_on(devices, batch=BATCH, *, stage=2, model=MODEL, **fp8):
+    return traced(
+        model, jzero.make_mesh(zero=len(devices), devices=devices), batch, SEPARATE, train_batch_size=ROWS,
+        fp8={"enabled": True, "min_size": WIDTH, **fp8}, stack={"unroll": True},
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+    )  # fmt: skip
 
 
 def compiled(**settings):
-    step, tokens = step_on(gpu_devices("h100", ZERO), **settings), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    return step, step.lower({"inputs": tokens, "labels": tokens}).compile()
+    step, trace = step_on(gpu_devices("h100", ZERO), **settings)
+    return step, trace.lower().compile()
 
 
 def products_by_target(text):
@@ -87,43 +87,12 @@ def test_three_products_of_each_weight_and_one_byte_gathered(stage, fp8_format):
 
 
 def test_gpus_without_fp8_are_refused():
-    assert step_on(gpu_devices("l40s", ZERO)).config.fp8.enabled  # Ada has it
-    with pytest.raises(ConfigError, match=r"fp8.enabled = true on .*compute capability 8.0\): .*8.9 or higher"):
-        step_on(gpu_devices("a100", ZERO))
-
-
-@pytest.mark.slow
-def test_a_plan_counts_one_byte_and_the_rate_of_fp8():
-    """The parameters of stage 2 are what it gathers; a product in fp8 takes the time of its rate."""
-    (step, fp8), (plain, bf16) = compiled(), compiled(enabled=False)
-    for each, program in ((step, fp8), (plain, bf16)):
-        gathered = sum(
-            r.bytes * r.operands * r.times for r in collectives(program, each.mesh) if r.kind == "all-gather"
-        )
-        assert state_bytes(each).parameters == gathered
-    saved = LAYERS * sum(WEIGHTS.values())  # a byte each
-    assert state_bytes(plain).parameters - state_bytes(step).parameters == saved
-    flops = LAYERS * 3 * 2 * sum(WEIGHTS.values()) * ROWS * LENGTH // ZERO
-    rates = dataclasses.replace(  # so slow that a product takes the time of its FLOPs
-        Rates.of("h100"), products=(("f8", 2e9), ("f16", 1e9), ("tf32", 1e9), ("f32", 1e9)), scale=1.0
-    )
-    times = [step_time(program, rates).by["products"] for program in (fp8, bf16)]
-    exact = (1 + 2 * 1.08) / 3  # two of three products sum exactly
-    assert times[1] - times[0] == pytest.approx(flops / 1e9 - exact * flops / 2e9)
-
-
-def test_as_many_flops_are_counted_as_in_bf16():
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    steps = step_on(gpu_devices("h100", ZERO)), step_on(gpu_devices("h100", ZERO), enabled=False)
-    fp8, bf16 = (matmuls(step.trace({"inputs": tokens, "labels": tokens})) for step in steps)
-    assert (fp8.count, fp8.flops, fp8.float32) == (bf16.count, bf16.flops, 0)
-    assert Counter((p.scopes, p.part, p.flops) for p in fp8.all) == Counter(
-        (p.scopes, p.part, p.flops) for p in bf16.all
-    )
+    assert step_on(gpu_devices("l40s", 1), TOKENS, model=Separate())[0].config.fp8.enabled  # Ada has it
+    words = r"fp8.enabled = true on .*compute capability 8.0\): .*8.9 or higher"
+    refuses(lambda: step_on(gpu_devices("a100", ZERO)), words)
 
 
 def casts_of(text):
-    """The operands and results of each kernel that casts."""
     return re.findall(r"= \(([^)]*)\) custom-call\(([^)]*)\).*fp8_cast_pair", text)
 
 
@@ -179,14 +148,12 @@ class Separate:
     def suffix(self, ends, x, batch, rng):
         return jnp.square((x @ ends["w"].T).astype(jnp.float32)).mean()
 
-    def loss(self, params, batch, rng):
-        return jzero.stack_loss(self, params, batch, rng)
+    loss = stack_loss
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.slow), "delayed"])
-def test_products_of_one_activation_share_its_cast(recipe):
+def test_products_of_one_activation_share_its_cast():
     """And XLA does not join them to one product in bfloat16."""
-    step = step_on(gpu_devices("h100", 1), model=Separate(), recipe=recipe)
-    text = step.lower({"inputs": jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)}).compile().as_text()
+    _, trace = step_on(gpu_devices("h100", 1), TOKENS, model=Separate(), recipe="delayed")
+    text = trace.lower().compile().as_text()
     assert products_by_target(text)[0]["__cublas$lt$matmul$f8"] == 3 * 4 * LAYERS
     assert len(casts_of(text)) == (2 + 4) * LAYERS  # two activations, four gradients

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.fp8 import BF16, EXACT, FP8, distances, emulated, reference, shares, trained, used
+from helpers.fp8 import EXACT, FP8, distances, emulated, reference, shares, trained, used
 from helpers.sampling import keep
 from helpers.tensor_models import batches, initial, make_step
 
@@ -116,17 +116,6 @@ def test_layouts_that_divide_products(name, layout):
 
 
 @pytest.mark.slow
-def test_four_bits_of_gradients_beside_it():
-    """qgZ rounds the reduced gradients to 4 bits, far more than fp8 does to them; losses stay beside bf16's."""
-    section = {"zero_quantized_gradients": True}
-    (fp8, *_), (bf16, *_) = (
-        trained("llama", precision, zero=4, stage=3, zero_section=section) for precision in (FP8, BF16)
-    )
-    np.testing.assert_allclose(fp8[:, 0], bf16[:, 0], rtol=5e-4)
-    np.testing.assert_allclose(fp8[:, 1], bf16[:, 1], rtol=1e-2)
-
-
-@pytest.mark.slow
 def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     """A search for what is not finite must compute what the step computed. Text is generated in bf16."""
     step, batch = make_step("llama", precision=FP8), batches("llama")[0]
@@ -149,7 +138,7 @@ def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     assert step.generate(state, batch["inputs"][:8], 2, numpy=True).shape == (8, 10)
 
 
-SKIPPED = [("current", "mlp/down"), ("current", "attention/out"), ("delayed", "mlp/down")]
+SKIPPED = [("current", "mlp/down"), ("delayed", "attention/out")]
 
 
 @pytest.mark.parametrize(("recipe", "name"), keep(SKIPPED, SKIPPED[:1]))

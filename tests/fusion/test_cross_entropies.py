@@ -9,12 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.cuda import on_gpu
+from helpers.programs import h100s
 from helpers.sampling import keep
-from test_fused import on_gpu
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.kernels.fusion.cross_entropies import _Match, cross_entropies
-from jzero.planner import gpu_devices
 from jzero.tracing.equations import operations
 from jzero.tracing.fused import fused
 
@@ -34,7 +35,7 @@ def squeezed(logits, labels):
     return -found.squeeze(-1)
 
 
-FORMS = [of_optax, of_log_softmax, squeezed]
+FORMS = [of_optax, of_log_softmax]
 
 
 def numbers(*shape, dtype=jnp.float32, labels=jnp.int32, size=V):
@@ -57,16 +58,13 @@ def gradients(f, logits, labels, g):
     return y, pull(g)[0]
 
 
-SHAPES, DTYPES = [(5,), (2, 3), (2, 1, 3)], [jnp.float32, jnp.bfloat16, jnp.float16]
-
-
-# each pair of a form, a shape and a dtype
+# each form, shape and dtype
 @pytest.mark.parametrize(
     ("form", "shape", "dtype", "of_labels"),
     [
-        (form, SHAPES[(i + j) % 3], dtype, (jnp.int32, jnp.uint16)[(i + j) % 2])
-        for i, form in enumerate(FORMS)
-        for j, dtype in enumerate(DTYPES)
+        (of_optax, (5,), jnp.bfloat16, jnp.int32),
+        (of_log_softmax, (2, 3), jnp.float32, jnp.uint16),
+        (squeezed, (2, 1, 3), jnp.float16, jnp.int32),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -74,8 +72,7 @@ def test_values_and_gradients(form, shape, dtype, of_labels):
     logits, labels, g = numbers(*shape, dtype=dtype, labels=of_labels)
     assert kernels(by_kernels(form), logits, labels) == 1
     found, plain = (gradients(f, logits, labels, g) for f in (by_kernels(form), form))
-    for a, b in zip(found, plain, strict=True):
-        assert a.dtype == b.dtype
+    assert [x.dtype for x in found] == [x.dtype for x in plain]
     x = np.asarray(logits, np.float64)
     p = np.exp(x - x.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -83,9 +80,7 @@ def test_values_and_gradients(form, shape, dtype, of_labels):
     dx = (p - hit) * np.asarray(g, np.float64)[..., None]
     rtol = {jnp.float32: 1e-6, jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}[dtype]
     np.testing.assert_allclose(found[0], -np.log(p[hit]).reshape(shape), rtol=1e-6)
-    np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
     np.testing.assert_allclose(np.asarray(found[1], np.float64), dx, rtol=4 * rtol, atol=1e-6)
-    np.testing.assert_allclose(*(np.asarray(y[1], np.float64) for y in (found, plain)), rtol=4 * rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -99,16 +94,6 @@ def test_labels_that_are_no_columns(form):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_that_are_not_finite_stay_so():
-    logits, labels, g = numbers(4)
-    for bad in (np.nan, np.inf, -np.inf):
-        spoilt = logits.at[1].set(bad)
-        found, plain = (gradients(f, spoilt, labels, g) for f in (by_kernels(of_log_softmax), of_log_softmax))
-        assert not np.isfinite(found[0][1])
-        for a, b in zip(found, plain, strict=True):
-            np.testing.assert_allclose(np.delete(a, 1, 0), np.delete(b, 1, 0), rtol=1e-6, atol=1e-6)
-
-
 def masked(logits, labels):
     return jnp.where(labels > V // 2, of_optax(logits, jnp.where(labels > V // 2, labels, 0)), 0).sum()
 
@@ -120,11 +105,16 @@ def with_accuracy_and_z_loss(logits, labels):
     return (of_optax(logits, labels) * correct + 1e-2 * z).mean(), correct
 
 
+def with_accuracy(logits, labels):
+    logits = logits.astype(jnp.float32)
+    return of_optax(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
+
+
 def twice(logits, labels):
     return of_optax(logits, labels).mean() + of_log_softmax(logits[..., ::-1], labels).mean(), 0.0
 
 
-@pytest.mark.parametrize(("f", "n"), [(masked, 1), (with_accuracy_and_z_loss, 1), (twice, 2)])
+@pytest.mark.parametrize(("f", "n"), [(masked, 1), (twice, 2)])
 def test_what_stands_around_a_loss_stays(f, n):
     logits, labels, _ = numbers(2, 3, dtype=jnp.bfloat16)
     assert kernels(by_kernels(f), logits, labels) == n
@@ -145,38 +135,25 @@ def operands(f, logits, labels):
     return [str(operation.eqn.invars[0].aval.dtype) for operation in found if operation.name == KERNEL]
 
 
-def test_shares_of_a_gradient_are_summed_before_they_are_rounded():
-    """A z-loss and the loss read the same logits; rounded apart, their sum would be rounded a second time."""
-    logits, labels, _ = numbers(16, dtype=jnp.bfloat16)
-
-    def loss(logits, labels):
-        return with_accuracy_and_z_loss(logits, labels)[0]
-
-    assert operands(loss, logits, labels) == ["float32"]
-    found = np.asarray(jax.grad(by_kernels(loss))(logits, labels), np.float64)
-    with jax.enable_x64(True):
-        exact = jax.jit(jax.grad(in_float64))(jnp.asarray(np.asarray(logits, np.float64)), labels)
-    np.testing.assert_allclose(found, exact, rtol=1.001 * 2.0**-8, atol=1e-12)
-
-
 def in_float64(logits, labels):
     z = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
     return ((z - picked) * (logits.argmax(-1) == labels) + 1e-2 * z**2).mean()
 
 
-def test_an_accuracy_leaves_the_logits_in_16_bits():
+def test_shares_of_a_gradient_are_summed_before_they_are_rounded():
+    """A z-loss and the loss read the same logits; rounded apart, their sum would be rounded a second time."""
     logits, labels, _ = numbers(16, dtype=jnp.bfloat16)
+    loss = lambda *args: with_accuracy_and_z_loss(*args)[0]  # noqa: E731
+    assert operands(loss, logits, labels) == ["float32"]
+    assert operands(with_accuracy, logits, labels) == ["bfloat16"]  # which has no share
+    found = np.asarray(jax.grad(by_kernels(loss))(logits, labels), np.float64)
+    with jax.enable_x64(True):
+        exact = jax.jit(jax.grad(in_float64))(jnp.asarray(np.asarray(logits, np.float64)), labels)
+    np.testing.assert_allclose(found, exact, rtol=1.001 * 2.0**-8, atol=1e-12)
 
-    def loss(logits, labels):
-        logits = logits.astype(jnp.float32)
-        return of_optax(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
 
-    assert operands(loss, logits, labels) == ["bfloat16"]
-
-
-@pytest.mark.parametrize("wide_functions", [0, 4])
-def test_a_search_compares_few_equations(wide_functions, monkeypatch):
+def test_a_search_compares_few_equations(monkeypatch):
     """Of 5,000 equations with 40 wide shapes those alone that could end a loss, and for the shapes of exponentials."""
     compared, same = [], _Match.same
     monkeypatch.setattr(_Match, "same", lambda *args: compared.append(args) or same(*args))
@@ -187,13 +164,13 @@ def test_a_search_compares_few_equations(wide_functions, monkeypatch):
             h = jnp.ones((4, 8 + i, V)) * x
             for _ in range(40):
                 h = jnp.sin(h) + h * h
-            total += (jnp.exp(h) if i < wide_functions else h).sum()
+            total += (jnp.exp(h) if i < 4 else h).sum()
         return total
 
     jaxpr = jax.make_jaxpr(wide)(1.0).jaxpr
     assert len(jaxpr.eqns) >= 5000
     assert cross_entropies(jaxpr) == {}
-    assert len(compared) <= 10 * wide_functions
+    assert len(compared) <= 40
 
 
 def logs_of(logits):
@@ -205,7 +182,6 @@ def take(x, labels, **more):
 
 
 def with_entropy(logits, labels):
-    """All log-probabilities are needed anyway."""
     logs = logs_of(logits)
     return take(logs, labels) - (jnp.exp(logs) * logs).sum(-1)
 
@@ -221,20 +197,11 @@ def through_the_maximum(logits, labels):
     return take(logs - jnp.log(jnp.exp(logs).sum(-1, keepdims=True)), labels)
 
 
-def smoothed(logits, labels):
-    return optax.softmax_cross_entropy(logits.astype(jnp.float32), optax.smooth_labels(jax.nn.one_hot(labels, V), 0.1))
-
-
-def in_a_scan(logits, labels):
-    return jax.lax.scan(lambda _, one: (None, of_optax(*one)), None, (logits[None], labels[None]))[1]
-
-
 with_integers = optax.softmax_cross_entropy_with_integer_labels
 ALONE = {
     "without a cast": with_integers,  # its result is rounded to 16 bits
     "clipped": lambda logits, labels: take(logs_of(logits), labels, mode="clip"),
     "with entropy": with_entropy,
-    "smoothed": smoothed,
     "of several columns": lambda logits, labels: jnp.take_along_axis(logs_of(logits), jnp.stack([labels] * 2, -1), -1),
     "of rows": lambda logits, labels: with_integers(logits.astype(jnp.float32).T, labels, axis=0),
     "of some": lambda logits, labels: with_integers(
@@ -245,8 +212,7 @@ ALONE = {
     "of few columns": lambda logits, labels: of_optax(logits[..., : V // 2], labels),
     "of odd columns": lambda logits, labels: of_optax(logits[..., :-1], labels),
     "of small labels": lambda logits, labels: of_optax(logits, labels.astype(jnp.int16)),
-    **{f"in {f.__name__}": f(of_optax) for f in (jax.jit, jax.checkpoint, jax.vmap)},
-    "in a scan": in_a_scan,
+    **{f"in {f.__name__}": f(of_optax) for f in (jax.checkpoint, jax.vmap)},
 }
 
 
@@ -291,23 +257,19 @@ MODELS = {
     "stack": lambda: jzero.from_flax(lambda rngs: Words(rngs), loss_fn, stack="layers"),
     "linen": lambda: jzero.from_flax(LinenWords(), loss_fn, example_batch=BATCH),
 }
-CONFIG = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
-def step_of(model, config, **mesh):
-    mesh = jzero.make_mesh(**mesh, devices=jax.devices()[:2])
-    return jzero.make_train_step(MODELS[model](), CONFIG | config, mesh=mesh)
+def step_of(model, config, **degrees):
+    return jzero.make_train_step(MODELS[model](), settings(ROWS) | config, mesh=mesh(**degrees))
 
 
 STEPS = [
-    ("linen", {}),
-    ("stack", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
     ("linen", {"gradient_accumulation_steps": 2}),
-    ("stack", {"activation_checkpointing": {"policy": "full"}}),
+    ("stack", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
 ]
 
 
-@pytest.mark.parametrize(("model", "config"), keep(STEPS, STEPS[:2]), ids=str)
+@pytest.mark.parametrize(("model", "config"), keep(STEPS, STEPS[1:]), ids=str)
 def test_a_step_by_kernels_is_the_same_step(model, config, monkeypatch):
     results = []
     for triton in (False, True):
@@ -329,8 +291,8 @@ def test_a_group_of_devices_keeps_the_loss(monkeypatch):
 @on_gpu
 def test_the_loss_of_a_step_on_a_gpu_is_two_kernels():
     """No other pass reads or writes logits. GELU and its bias are kernels, although nobody named a stack."""
-    mesh = jzero.make_mesh(devices=gpu_devices("h100", 1))
-    step = jzero.make_train_step(MODELS["linen"](), CONFIG | {"bf16": {"enabled": True}}, mesh=mesh)
+    config = settings(ROWS, bf16={"enabled": True})
+    step = jzero.make_train_step(MODELS["linen"](), config, mesh=h100s())
     text = step.lower(BATCH).compile().as_text()
     found = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/(softmax_\w+|map_parts)', text)
     assert sorted(found) == ["map_parts"] * 2 + ["softmax_gradient", "softmax_sums"]

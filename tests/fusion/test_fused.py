@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
-from helpers.cuda import needs_cuda_compiler
-from helpers.programs import pairs
+from flax import linen
+from helpers.cuda import on_gpu
+from helpers.programs import h100s, pairs, traced
 from helpers.sampling import keep
 
 import jzero
@@ -51,7 +51,6 @@ def biased_exact(x, w, bias, down):
 
 
 def adapted(x, gate_up, a, b, down, c, d):
-    """SwiGLU with low-rank adapters."""
     gate, up = jnp.split(x @ gate_up + x @ a @ b, 2, axis=-1)
     hidden = silu(gate) * up
     return hidden @ down + hidden @ c @ d
@@ -81,14 +80,12 @@ THREE = (WIDE, (4 * K, 12 * K), (12 * K,))
 ADAPTED = ((2, 8 * M, 4 * K), (4 * K, 8 * F), (4 * K, R), (R, 8 * F), (4 * F, 4 * K), (4 * F, R), (R, 4 * K))
 CHAINS = {
     "separate": (lambda x, gate, up, down: (silu(x @ gate) * (x @ up)) @ down, (X, W, W, DOWN), jnp.bfloat16),
-    "halves": (halves, (X, (K, 2 * F), DOWN), jnp.bfloat16),
     "halves in float16": (halves, (X, (K, 2 * F), DOWN), jnp.float16),
     "halves of two": (halves, ((3, 2, K), (K, 2 * F), DOWN), jnp.bfloat16),  # the length is the number of parts, too
     "beside": (beside, (X, (K, 2, F), DOWN), jnp.bfloat16),
     "gelu": (gelu, GELU, jnp.bfloat16),
     "biased": (biased, BIASED, jnp.bfloat16),
-    "biased in float16": (biased, BIASED, jnp.float16),
-    "biased exact": (biased_exact, BIASED, jnp.bfloat16),
+    "biased exact": (biased_exact, BIASED, jnp.float16),
     "two biases": (
         lambda x, gate, up, a, b, down: (silu(x @ gate + a) * (x @ up + b)) @ down,
         (X, W, W, (F,), (F,), DOWN),
@@ -146,14 +143,11 @@ def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
     found, known = (jax.grad(g, (0, 1))(*args) for g in (fused(f), f))
     for a, b in zip(found, known, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-    written = [
-        [one.name for one in operations(jax.make_jaxpr(jax.grad(g))(*args).jaxpr) if one.name == "dynamic_update_slice"]
-        for g in (fused(f), f)
-    ]
-    assert [len(names) for names in written] == [3, 0]
+    backward = jax.make_jaxpr(jax.grad(fused(f)))(*args).jaxpr
+    assert [one.name for one in operations(backward)].count("dynamic_update_slice") == 3
 
 
-@pytest.mark.parametrize("name", ["biased", "cut then biased", "biased then cut"])
+@pytest.mark.parametrize("name", ["biased", "cut then biased"])
 def test_policies_of_checkpoints_see_what_a_forward_pass_computes(name):
     """No function with a derivative of its own is left, in which they see no product."""
     f, shapes, _ = CHAINS[name]
@@ -174,25 +168,14 @@ def test_a_product_of_one_row_is_no_part():
     assert len(Chains(trace.jaxpr).of) == 1
 
 
-@pytest.mark.parametrize(("module", "approximate"), [(nnx, True), (linen, False)], ids=["nnx tanh", "linen erf"])
-def test_layers_of_flax_are_found(module, approximate):
+def test_layers_of_flax_are_found():
     """Two linear layers with biases, as they are: no pass over the hidden layer is left outside of the chain."""
-    x = numbers(X)[0]
-    if module is nnx:
-        graph, weights = nnx.split(
-            [nnx.Linear(*n, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16) for n in [(K, F), (F, K)]]
-        )
+    x, layer = numbers(X)[0], partial(linen.Dense, param_dtype=jnp.bfloat16)
+    weights = layer(F).init(jax.random.key(0), x), layer(K).init(jax.random.key(1), jnp.ones((1, F), jnp.bfloat16))
 
-        def f(weights, x):
-            up, down = nnx.merge(graph, weights)
-            return down(nnx.gelu(up(x), approximate=approximate))
-
-    else:
-        up, down = (linen.Dense(n, param_dtype=jnp.bfloat16) for n in (F, K))
-        weights = up.init(jax.random.key(0), x), down.init(jax.random.key(1), jnp.ones((1, F), jnp.bfloat16))
-
-        def f(weights, x):
-            return down.apply(weights[1], nnx.gelu(up.apply(weights[0], x), approximate=approximate))
+    def f(weights, x):
+        hidden = linen.gelu(layer(F).apply(weights[0], x), approximate=False)
+        return layer(K).apply(weights[1], hidden)
 
     wide = [eqn for eqn in jax.make_jaxpr(fused(f))(weights, x).eqns if eqn.outvars[0].aval.size == 2 * M * F]
     assert [eqn.primitive.name for eqn in wide if eqn.primitive.name != "reshape"] == ["dot_general"]
@@ -246,7 +229,6 @@ def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
     with pytest.raises(TypeError, match="unsupported operand"):
         fused(lambda x: f(x) + 1)(x)
     assert len(traces) == 2
-    assert fused(lambda *args: (gelu(*args), 1.0))(*numbers(*GELU))[1] == 1.0
 
 
 def with_a_weight_that_waits(x, w, down):
@@ -329,10 +311,6 @@ def test_the_activations_use_every_elementwise_operation():
     assert used >= PRIMITIVES
 
 
-def on_gpu(test):
-    return pytest.mark.gpu_compile(needs_cuda_compiler(pytest.mark.usefixtures("no_compilation_cache")(test)))
-
-
 def compiled(f, *shapes, gpu="h100", dtype=jnp.bfloat16):
     """The program of a function for a GPU; a shape may have a dtype of its own."""
     placed = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices(gpu, 1)), jax.P())
@@ -389,12 +367,9 @@ ROWS, LENGTH, WIDTH, HIDDEN, LAYERS = 2, 128, 128, 512, 2
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_has_two_kernels_for_each_layer(stage):
     shape = LlamaConfig(LAYERS, WIDTH, 2, 2, HIDDEN, vocab_size=256, attention="xla")
-    config = {
-        "train_batch_size": 2 * ROWS, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }  # fmt: skip
-    mesh = jzero.make_mesh(zero=2, devices=gpu_devices("h100", 2))
-    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
-    text = step.lower(pairs(2 * ROWS, LENGTH)).compile().as_text()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    model, batch = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), pairs(2 * ROWS, LENGTH)
+    _, trace = traced(model, h100s(zero=2), batch, {}, train_batch_size=2 * ROWS, zero_optimization=zero)
+    text = trace.lower().compile().as_text()
     assert len(kernels(text)) == 2 * LAYERS
     assert not passes_over(text, rf"(?:{ROWS},{LENGTH}|{ROWS * LENGTH}),(?:1,)?{HIDDEN}")

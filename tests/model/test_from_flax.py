@@ -1,17 +1,21 @@
-"""NNX modules as models: how they are made, what their loss function takes, what they draw, modes and boxes.
+"""NNX modules as models: how they are made, their losses, what they draw, modes, boxes, and constants.
 
 The oracle is plain Flax and optax on one device.
 """
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.plain_flax import KEY, ROWS, WIDTH, X, mean_square, plain, train
+from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, mean_square, plain, plain_nnx, train
 from helpers.refusals import refuses
+from helpers.steps import mesh, run, settings
 
 import jzero
 
@@ -48,33 +52,17 @@ def test_every_way_to_say_a_module(module):
     np.testing.assert_allclose(model.loss({"linear": params}, X, None), (expected**2).mean(), rtol=1e-6)
 
 
-def by_keyword(module, batch, *, rng):
-    return module(batch).sum(), rng
-
-
-def by_name(module, batch, scale=1.0, rng=None):
-    return module(batch).sum() * scale, rng
-
-
-def by_place(module, batch, key):
-    return module(batch).sum(), key
-
-
-def anything(module, batch, **options):
-    return module(batch).sum(), options.get("rng")
-
-
-def more(module, batch, *rest, scale=1.0):
-    return module(batch).sum() * scale, (*rest, None)[0]
-
-
-def default(module, batch, scale=1.0):
-    return module(batch).sum() * scale, None
-
-
 @pytest.mark.parametrize(
     ("loss", "gets_key"),
-    [(by_keyword, True), (by_name, True), (by_place, True), (anything, False), (more, False), (default, False)],
+    [
+        (lambda module, batch, *, rng: (module(batch).sum(), rng), True),
+        (lambda module, batch, scale=1.0, rng=None: (module(batch).sum() * scale, rng), True),
+        (lambda module, batch, key: (module(batch).sum(), key), True),
+        (lambda module, batch, **options: (module(batch).sum(), options.get("rng")), False),
+        (lambda module, batch, *rest, scale=1.0: (module(batch).sum() * scale, (*rest, None)[0]), False),
+        (lambda module, batch, scale=1.0: (module(batch).sum() * scale, None), False),
+    ],
+    ids=["by keyword", "by name", "by place", "any option", "any argument", "a default"],
 )
 def test_the_loss_gets_the_key_if_it_asks_for_one(loss, gets_key):
     model = jzero.from_flax(partial(nnx.Linear, WIDTH, 2), loss)
@@ -111,13 +99,10 @@ def test_a_module_with_a_stack():
     assert model.module(params).stack.kernel.shape == (3, WIDTH, WIDTH)
 
 
-def with_temperature(module, batch, *, temperature):
-    return module(batch).sum() / temperature
-
-
 def test_losses_that_do_not_fit():
     refuses(lambda: jzero.from_flax(Stacked, mean_square), "drop loss_fn")
-    refuses(lambda: jzero.from_flax(Late, with_temperature), r"loss_fn requires temperature.*functools\.partial")
+    loss = lambda module, batch, *, temperature: module(batch).sum() / temperature  # noqa: E731
+    refuses(lambda: jzero.from_flax(Late, loss), r"loss_fn requires temperature.*functools\.partial")
 
 
 # ------------------------------------------------------------------------------------------- random state
@@ -144,11 +129,8 @@ class Masks(nnx.Module):
 
 
 class StackOfMasks(Masks):
-    def prefix(self, batch):
-        return batch
-
-    def suffix(self, x, batch):
-        return (x != 0).mean()
+    prefix = lambda self, batch: batch  # noqa: E731
+    suffix = lambda self, x, batch: (x != 0).mean()  # noqa: E731
 
 
 @pytest.mark.parametrize(("module", "loss"), [(Masks, lambda module, x: (module(x) != 0).mean()), (StackOfMasks, None)])
@@ -197,3 +179,161 @@ def test_nnx_with_partitioning():
     losses, start = train(jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square))
     expected = plain(lambda p: ((X @ p["kernel"] + p["bias"]) ** 2).mean(), start)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- constants
+
+
+class Table(nnx.Module):
+    """A layer with constants: one of JAX, one of NumPy."""
+
+    def __init__(self, rngs, scale=0.5):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.mask = jnp.tril(jnp.full((WIDTH, WIDTH), scale))
+        self.table = np.arange(WIDTH, dtype=np.float32) / WIDTH
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x) @ self.mask + self.table)
+
+
+class Grid:
+    """An object that nnx does not know."""
+
+    def __init__(self):
+        self.points = jnp.arange(WIDTH) / WIDTH
+
+
+class WithGrid(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.inner.grid = Grid()
+
+    def __call__(self, x):
+        return self.inner(x + self.inner.grid.points)
+
+
+def test_arrays_in_an_object_that_nnx_does_not_know():
+    """A function of rngs is traced, and such an object would keep the tracer; a built module keeps its array."""
+    refuses(lambda: jzero.from_flax(WithGrid, mean_square), r"inner\.grid is a Grid, .*pass a built module")
+    built = WithGrid(nnx.Rngs(0))
+    model = jzero.from_flax(built, mean_square)
+    assert float(model.loss(model.values, X, None)) == pytest.approx(float(mean_square(built, X)), rel=1e-6)
+
+
+class Huge(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (2**20, 2**20)))  # 4 TiB
+        self.mask, self.table = jnp.arange(3.0), np.arange(3.0)
+
+
+def test_constants_are_found_without_making_the_parameters():
+    """They are no tracers, and those of NumPy stay so."""
+    seen = []
+    model = jzero.from_flax(Huge, lambda module, x: seen.append((module.mask, module.table)) or module.weight[0, 0])
+    params = jax.eval_shape(model.init, KEY)
+    assert list(params) == ["weight"]
+    jax.eval_shape(model.loss, params, X, None)
+    mask, table = seen[0]
+    np.testing.assert_array_equal(mask, [0, 1, 2])
+    assert isinstance(table, np.ndarray)
+
+
+class TableStack(nnx.Module):
+    """Constants in the layers of a stack and beside it."""
+
+    layer = Table
+
+    def __init__(self, rngs):
+        self.scale = jnp.float32(0.5)
+        self.stack = nnx.vmap(self.layer)(rngs.split(3))
+
+    def prefix(self, batch):
+        return batch * self.scale
+
+    def suffix(self, x, batch):
+        return (x**2).mean()
+
+    def report_notes(self, dtype):
+        return [f"{sum(x.size for x in jax.tree.leaves(nnx.state(self.stack, nnx.Param)))} in the stack"]
+
+    def __call__(self, x):
+        x = x * self.scale
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+
+
+def test_constants_of_a_stack():
+    model = jzero.from_flax(TableStack)
+    assert model.report_notes("float32") == [f"{3 * WIDTH * (WIDTH + 1)} in the stack"]
+    config = settings(None, 1, lr=LR, train_micro_batch_size_per_gpu=ROWS)
+    start, losses, _ = run(jzero.make_train_step(model, config, mesh=mesh(1, pipe=3)), [X] * 3)
+    np.testing.assert_allclose(losses, plain_nnx(TableStack, {**start["ends"], "stack": start["stack"]}), rtol=1e-6)
+
+
+class Gap(nnx.Module):
+    """A layer with NaN in a table, and another number."""
+
+    def __init__(self, rngs, last):
+        self.linear, self.table = nnx.Linear(WIDTH, WIDTH, rngs=rngs), jnp.array([*[0.0] * 6, jnp.nan, last])
+
+    def __call__(self, x):
+        return self.linear(jnp.nan_to_num(self.table) + x)
+
+
+class Noise(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.noise = nnx.Linear(WIDTH, WIDTH, rngs=rngs), jax.random.normal(rngs.params(), (3,))
+
+
+def test_constants_that_differ_between_layers_are_refused():
+    """Those of NaN are equal."""
+    for last in (jnp.nan, 1.0):
+        layers = lambda rngs, last=last: nnx.Sequential(Gap(rngs, jnp.nan), Gap(rngs, last))  # noqa: E731
+        model = jzero.from_flax(layers, mean_square, stack="layers")
+        if jnp.isnan(last):
+            expected = mean_square(layers(nnx.Rngs(KEY)), X)
+            np.testing.assert_allclose(model.loss(model.init(KEY), X, None), expected, rtol=1e-5)
+        else:
+            words = r"the constant table differs between layers\.0 and layers\.1"
+            refuses(lambda model=model: model.loss(model.init(KEY), X, None), words)
+    model = jzero.from_flax(type("NoiseStack", (TableStack,), {"layer": Noise}))
+    params = model.init(KEY)
+    words = r"stack\.noise .*differs between the layers.*nnx\.Param.*frozen_par"
+    refuses(lambda: jax.eval_shape(model.loss, params, X, None), words)
+
+
+def test_layers_of_a_pipeline_module_that_differ_in_a_constant_are_no_stack():
+    alike, other = jzero.LayerSpec(Table, scale=0.5), jzero.LayerSpec(Table, scale=0.25)
+    assert jzero.PipelineModule([alike, alike], loss_fn=lambda y, labels: y.sum()).stack == range(2)
+    assert jzero.PipelineModule([alike, other], loss_fn=lambda y, labels: y.sum()).stack is None
+
+
+STARTS_NONE = """
+import jax.numpy as jnp, numpy as np
+from flax import linen, nnx
+from jax._src import xla_bridge
+import jzero
+
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        layer = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+        self.linear, self.mask, self.table = layer(rngs), jnp.ones(8), np.ones(8)
+        self.stack = nnx.vmap(layer)(rngs.split(2))
+
+    prefix = lambda self, x: self.linear(x) * self.mask
+    suffix = lambda self, x, batch: x.mean()
+
+class Constants(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8)(x) + self.variable("tables", "shift", lambda: jnp.ones(8)).value
+
+jzero.from_flax(Stack)
+jzero.from_flax(Constants(), lambda m, x: m(x).mean(), example_batch=np.ones((2, 8), np.float32))
+assert not xla_bridge.backends_are_initialized()
+"""
+
+
+@pytest.mark.slow
+def test_constants_start_no_backend():
+    """A process makes its model before it joins the others, and it must join before JAX starts a backend."""
+    subprocess.run([sys.executable, "-c", STARTS_NONE], check=True, cwd=Path(__file__).parents[2])

@@ -11,7 +11,6 @@ from flax import nnx
 from helpers.sampling import keep
 
 import jzero
-from jzero.attention_kernels import kernel_for
 from models.llama import PRESETS, Llama, LlamaConfig, preset
 from models.mlp import MLP, cross_entropy
 
@@ -107,15 +106,6 @@ def test_flops_of_chunks_and_windows(length, chunk, window):
         made = dataclasses.replace(TINY, window=25, chunked=chunked)
         found = made.flops_per_token(length) - TINY.flops_per_token(length)
         assert found == pytest.approx(of_a_key * (keys - length / 2), rel=1e-6)
-
-
-def test_attention_kernel(monkeypatch):
-    """Of float32, bfloat16 and float16, without and with a GPU."""
-    for backend, kernels in (("cpu", ["xla"] * 3), ("gpu", ["xla", "cudnn", "cudnn"])):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        dtypes = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
-        assert [kernel_for("auto", d) for d in dtypes] == kernels
-        assert all(kernel_for(name, d) == name for name in ("xla", "cudnn") for d in dtypes)
 
 
 def test_mlp():

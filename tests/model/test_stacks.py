@@ -1,5 +1,6 @@
 """Layer stacks from modules as people write them. Oracle: the same module with plain Flax and optax on one device."""
 
+import re
 from typing import ClassVar
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.plain_flax import mean_square
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import (
@@ -37,10 +39,6 @@ PIPE = {"mesh": {"pipe": 2, "data": 2, "zero": 2}}
 TRAINED = [(SmallGPT, 0, {}), (GPT, 3, {}), (ScannedGPT, 1, PIPE)]
 
 
-def make_step(model, stage, **more):
-    return jzero.make_train_step(model, settings(ROWS, stage, 2, 0.5, **more))
-
-
 @pytest.mark.parametrize(
     ("module", "stage", "more"),
     keep(TRAINED, TRAINED[:1]),  # by default Linen's layers train in a pipeline
@@ -48,20 +46,12 @@ def make_step(model, stage, **more):
 def test_a_stack_trains_as_on_one_device(module, stage, more):
     start = jzero.from_flax(module, loss_fn).init(KEY)
     losses, params = plain_nnx(module, start, optax.sgd(0.5))
-    step = make_step(jzero.from_flax(module, loss_fn, stack="blocks"), stage, **more)
+    model = jzero.from_flax(module, loss_fn, stack="blocks")
+    step = jzero.make_train_step(model, settings(ROWS, stage, 2, 0.5, **more))
     _, found, state = run(step, BATCHES, start)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert_close(step.model.places.join(jax.device_get(state.params)), params)
     assert step.predict(state, BATCHES[0]["x"]).shape == (*BATCHES[0]["x"].shape, VOCAB)
-
-
-def test_zero_3_gathers_the_layers_of_a_list_one_by_one():
-    step = make_step(jzero.from_flax(SmallGPT, loss_fn, stack="blocks"), 3)
-    ends = f"x{3 * WIDTH}xf32>"  # the gathers of `up` (G), and the products with it (D)
-    lines = [line for line in step.lower(BATCHES[0]).as_text().splitlines() if line.endswith(ends)]
-    found = "".join("G" * ("all_gather" in line) + "D" * ("dot_general" in line) for line in lines)
-    assert found.startswith("GD" * LAYERS)
-    assert found.count("G") == 2 * LAYERS  # again for the backward pass
 
 
 # ---------------------------------------------------------------- what crosses the cut
@@ -224,18 +214,6 @@ def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
         np.testing.assert_allclose(value, np.stack(parts) if len(parts) > 1 else parts[0], rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
-def test_a_criterion_extra_and_half_precision():
-    def criterion(outputs, labels, extra):
-        return cross_entropy(outputs.astype(jnp.float32), labels) * extra
-
-    step = make_step(jzero.from_flax(SmallGPT, criterion=criterion, stack="blocks"), 3, bf16={"enabled": True})
-    plain = jzero.from_flax(SmallGPT, loss_fn)
-    start = plain.init(KEY)
-    loss = step.evaluate(step.init(KEY, start), (BATCHES[0]["x"], BATCHES[0]["y"]), extra=2.0)
-    assert float(loss) == pytest.approx(2 * float(plain.loss(start, BATCHES[0], None)), rel=0.02)
-
-
 # ------------------------------------------------------------------ fused matrices
 
 
@@ -266,30 +244,154 @@ class Fused(nnx.Module):
         return (self.head(x) ** 2).mean()
 
 
-class Uneven(Fused):
-    fused_matrices: ClassVar = {"layers/0/up/kernel": (1, (8, 8))}
-
-
-class Misspelt(Fused):
-    fused_matrices: ClassVar = {"layers/0/down": (1, (8, 8))}
-
-
-def muon_step(module, stack):
-    muon = {"type": "Muon", "params": {"lr": 0.1}}
-    config = settings(ROWS, optimizer=muon)
+def muon_step(stack, **fused):
+    module = type("Other", (Fused,), {"fused_matrices": fused}) if fused else Fused
+    config = settings(ROWS, optimizer={"type": "Muon", "params": {"lr": 0.1}})
     return jzero.make_train_step(jzero.from_flax(module, module.__call__, stack=stack), config, mesh=mesh(1))
 
 
 def test_fused_matrices_are_those_of_the_module():
     """Muon cuts a stacked weight like the layers' own."""
-    found = []
-    for stack in (None, "layers"):
-        step = muon_step(Fused, stack)
-        params = named(jax.device_get(run(step, [X])[2].params))
-        up = [v for name, v in sorted(params.items()) if name.endswith("up/kernel")]
-        found.append(np.concatenate([v.reshape(-1, 8, 16) for v in up]))
-    np.testing.assert_allclose(found[0], found[1], atol=1e-5)  # weights of size 1, and uncut 0.1 off
-    assert step.model.fused_matrices["stack/up/kernel"] == (1, (8, 8))
+    known = muon_step("layers").model.fused_matrices
+    assert known == {"stack/up/kernel": (1, (8, 8)), "ends/head/kernel": (1, (2, 2))}
     words = r"has None for layers/1/up/kernel and \(1, \(8, 8\)\) for layers/0/up"
-    refuses(lambda: muon_step(Uneven, "layers"), words)
-    refuses(lambda: muon_step(Misspelt, "layers"), "no such parameter")
+    refuses(lambda: muon_step("layers", **{"layers/0/up/kernel": (1, (8, 8))}), words)
+    refuses(lambda: muon_step("layers", **{"layers/0/down": (1, (8, 8))}), "no such parameter")
+
+
+# ------------------------------------------------------------------------------------------- mistakes, patterns
+
+
+class Paired(Small):
+    """A layer that also returns a number, as routers do."""
+
+    def __call__(self, x, mask, training=True):
+        x = super().__call__(x, mask)
+        return x, (x**2).mean()
+
+
+def changed(make):
+    """A GPT whose blocks `make(blocks, rngs)` changed."""
+
+    class Changed(SmallGPT):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            make(self.blocks, rngs)
+
+    return Changed
+
+
+def running(run, module=SmallGPT):
+    """A GPT whose blocks a and b run as `run(a, b, x, mask)`."""
+    return type("Changed", (module,), {"run": lambda self, x, mask: run(*self.blocks, x, mask)})
+
+
+def paired(blocks, rngs):
+    blocks[:] = [Paired(rngs) for _ in blocks]
+
+
+def with_sums(a, b, x, mask):
+    x, one = a(x, mask)
+    x, other = b(x, mask)
+    return x + one + other
+
+
+GO = ("leave out stack=", "def suffix(self, x, batch)")  # the ways out
+ERRORS = {
+    "unknown": (SmallGPT, "layers", r"GPT has no layers there; the lists of modules are 'blocks' \(2 x Small\)"),
+    "no layer": (SmallGPT, "tokens", "cannot be cut out of the loss of SmallGPT: without the layers it fails"),
+    "empty": (changed(lambda blocks, rngs: blocks.__delitem__(slice(None))), "blocks", "has 0 layers, must have"),
+    "classes": (
+        changed(lambda blocks, rngs: blocks.append(nnx.Linear(3, 3, rngs=rngs))), "blocks",
+        "blocks/2 is a Linear, blocks/0 a Small",
+    ),
+    "shapes": (
+        changed(lambda blocks, rngs: blocks.append(Small(rngs, hidden=8))), "blocks",
+        r"blocks/2/down/kernel is \(8, 16\), not \(48, 16\) as in blocks/0",
+    ),
+    "numbers": (
+        changed(lambda blocks, rngs: [setattr(block, "_number", i) for i, block in enumerate(blocks)]), "blocks",
+        "blocks/0/_number is 0, blocks/1/_number is 1",
+    ),
+    "shared": (
+        changed(lambda blocks, rngs: setattr(blocks[1], "norm", blocks[0].norm)), "blocks",
+        "blocks/1/norm/bias is also a variable of another part",
+    ),
+    "order": (
+        running(lambda a, b, x, mask: a(b(x, mask), mask)), "blocks",
+        r"blocks\[1\] is called first: call every layer once",
+    ),
+    "between": (
+        running(lambda a, b, x, mask: b(a(x, mask) * 2, mask)), "blocks",
+        r"argument 0 of blocks\[1\] is neither an output of blocks\[0\] nor",
+    ),
+    "collected": (
+        running(lambda a, b, x, mask: (first := a(x, mask)) + b(first, mask)), "blocks",
+        r"uses the output of blocks\[0\], which must go into blocks\[1\]",
+    ),
+    "sums": (
+        running(with_sums, changed(paired)), "blocks",
+        r"sum it up inside the layers, as in x, total = layer\(x, total\)",
+    ),
+    "flags": (
+        running(lambda a, b, x, mask: b(a(x, mask, training=True), mask, training=False)), "blocks",
+        r"argument training is True for blocks\[0\], but False for blocks\[1\]",
+    ),
+    "half": (running(lambda a, b, x, mask: a(x, mask)), "blocks", r"blocks\[1\] is not called"),
+    "before": (
+        running(lambda a, b, x, mask: b(a(a.norm(x), mask), mask)), "blocks",
+        "uses norm/bias of the layers outside of their calls",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "path", "message"), ERRORS.values(), ids=ERRORS)
+def test_what_is_no_stack(module, path, message):
+    def trace():
+        model = jzero.from_flax(module, loss_fn, stack=path)
+        return model.loss(model.init(jax.random.key(0)), BATCHES[0], None)
+
+    text = refuses(lambda: jax.eval_shape(trace), message)
+    assert any(way in text for way in GO) or path == "layers"
+
+
+class Numbered(nnx.Module):
+    def __init__(self, rngs):
+        for name in ("block_0", "block_1", "block_3", "block1"):
+            setattr(self, name, nnx.Linear(2, 2, rngs=rngs))
+
+
+def test_numbered_attributes_end_at_the_first_gap_and_are_named_alike():
+    model = jzero.from_flax(Numbered, mean_square, stack="block")
+    assert model.places.keys == (("block_0",), ("block_1",))
+
+
+def make_step(stack, **more):
+    model = jzero.from_flax(SmallGPT, loss_fn, stack=stack)
+    return jzero.make_train_step(model, settings(ROWS, 3, **more))
+
+
+def sgd(pattern):
+    return {"type": "SGD", "params": {"lr": 0.5}, "groups": [{"match": pattern, "lr_scale": 0.1}]}
+
+
+def test_patterns_match_the_names_of_the_module():
+    """As without stack=, so one config serves both."""
+    more = {"frozen_parameters": ["^tokens", "^blocks/[0-9]+/norm/"], "optimizer": sgd("^blocks/./up/")}
+    plain, stacked = (make_step(stack, **more) for stack in (None, "blocks"))
+    trained, of_stack = (
+        {layout.name: layout.trainable for layout in jax.tree.leaves(step.layouts)} for step in (plain, stacked)
+    )
+    for name, parts in stacked.model.names.parameters:
+        frozen = bool(re.search("^tokens|^blocks/./norm", parts[0]))
+        assert {trained[part] for part in parts} == {of_stack[name]} == {not frozen}
+    groups = [[*step.setup.optimizer.groups[0].leaves] for step in (plain, stacked)]
+    assert groups[0] == [f"blocks/{i}/up/{x}" for i in range(2) for x in ("bias", "kernel")]
+    assert groups[1] == ["stack/up/bias", "stack/up/kernel"]
+
+
+@pytest.mark.parametrize("key", ["frozen_parameters", "trainable_parameters", "optimizer"])
+def test_patterns_for_some_layers_are_refused(key):
+    more = {key: sgd("^blocks/0/") if key == "optimizer" else ["^blocks/0/"]}
+    words = r"blocks/0/.* but not blocks/1/.*: match all layers, or leave out stack"
+    refuses(lambda: make_step("blocks", **more), words)

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from helpers.engines import assert_same, build, rows
-from helpers.optimizers import STEPS, assert_close, cases, config, few, make, schedule, train, tree, unstack
+from helpers.optimizers import STEPS, assert_close, config, few, kinds, make, schedule, train, tree, unstack
+from helpers.refusals import refuses
 
 from jzero.errors import ConfigError
-from jzero.optimizers import base_lr, callers_optimizer, describe, fused_matrices, make_optimizer, per_layer
-from jzero.optimizers.lr_schedules import make_lr_schedule
+from jzero.optimizers import base_lr, callers_optimizer, fused_matrices, make_optimizer, per_layer
 
 
 @few
@@ -39,7 +39,7 @@ def owners(state, params):
 COPIES = {".init_params", ".params0", ".init_particles", ".x0", ".nu_max"}  # of parameters, and a running maximum
 
 
-@cases
+@kinds
 def test_the_state_of_a_parameter(name, params):
     """Its path ends with the parameter's; it is bfloat16 where that is asked for, but for copies of the parameter."""
     tx, p = make(name, params, state_dtype=jnp.bfloat16), tree(0, jnp.bfloat16)
@@ -61,21 +61,6 @@ def test_the_state_of_a_parameter(name, params):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
 
 
-# ---------------------------------------------------------------- reporting, clients
-
-
-def test_describe():
-    notes = describe(config("Adam", {"torch_adam": True, "weight_decay": 0.1}), schedule())
-    assert "this is AdamW" in notes[0]
-    assert "0.1" in notes[0]
-    assert "torch_adam" in notes[1]
-    assert describe(config("AdamW", {"adam_w_mode": True}), schedule()) == ()
-    cycle = make_lr_schedule("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}, 0.1)
-    assert describe(config("SGD", {}), cycle) == (
-        "SGD: OneCycle's cycle_momentum is not used, the optimizer has no betas",
-    )
-
-
 def test_base_lr():
     assert base_lr(config("adamw", {"lr": 0.5})) == 0.5
     assert base_lr(config("AdamW", {"lr": "auto"})) == 5e-5
@@ -92,20 +77,19 @@ def test_an_optimizer_from_user_code_or_the_config():
     built = make_optimizer(config("SGD", {"lr": 0.5}), schedule(), stacked=None)
     for tx in (built, callers_optimizer(lambda rate: optax.sgd(rate), schedule())):
         assert float(tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1))[0][0]) == pytest.approx(-0.01)
+    several = 'MultiSteps.* set "gradient_accumulation_steps" in the config'
     for optimizer, lr, words in (
         ("adam", schedule(), "'adam' is neither"),
         (
             lambda rate: optax.MultiSteps(optax.sgd(rate), 4),
             schedule(),
-            'returned .*MultiSteps.*, which .*"gradient_accumulation_steps"',
+            'returned .*MultiSteps.*"gradient_accumulation',
         ),
-        (optax.MultiSteps(own, 4), schedule(), 'MultiSteps.* set "gradient_accumulation_steps" in the config'),
+        (optax.MultiSteps(own, 4), schedule(), several),
         (optax.sgd, None, "needs one"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            callers_optimizer(optimizer, lr)
-    with pytest.raises(ConfigError, match="none given"):
-        make_optimizer(None, None, stacked=None)
+        refuses(lambda optimizer=optimizer, lr=lr: callers_optimizer(optimizer, lr), words)
+    refuses(lambda: make_optimizer(None, None, stacked=None), "none given")
 
 
 def test_a_scheduler_for_the_configs_optimizer():
@@ -148,14 +132,12 @@ def test_optimizers_passed_to_initialize():
         ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
         ("AdamW", {"b1": 0.9, "betas": [0.9, 0.99]}, ["optimizer.params.b1: betas [0.9, 0.99] is given too"]),
         ("AdamW", {"b2": 1.5}, ["optimizer.params.betas: [0.9, 1.5]", "two numbers in [0, 1)"]),
-        ("SGD", {"b1": 0.9}, ["optimizer.params.b1: unknown parameter"]),
         ("SGD", {"state_dtype": "fp8"}, ["optimizer.params.state_dtype: 'fp8' belongs to \"optimizer\", next to"]),
         ("adamax", {"learning_rate": 0.1, "lr": 0.1}, ["optimizer.params.learning_rate: lr 0.1 is given too"]),
         ("SGD", {"dampening": 0.1}, ["dampening: 0.1"]),
         ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),
         ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", '"gram" or "standard"']),
         ("Muon", {"per_head_muon": True}, ["per_head_muon: True", "not supported yet"]),
-        ("adafactor", {"decay": 0.8}, ["optimizer.params.decay", "did you mean 'decay_rate'"]),
         ("adafactor", {"decay_rate": "high"}, ["decay_rate: 'high'", "a number"]),
         ("nadam", {"mu_dtype": "float12"}, ["nadam refuses"]),
     ],

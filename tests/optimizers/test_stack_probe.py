@@ -10,6 +10,7 @@ import optax.contrib
 import pytest
 from helpers.oracle import plain_loop
 from helpers.oracle import train as train_step
+from helpers.steps import mesh, settings
 from layouts import FEATURES, LAYERS, TRAIN, Net, batch
 
 import jzero
@@ -45,12 +46,8 @@ def begin():
 
 def train(tx):
     """Three steps of ZeRO-3 on four devices: the losses, and the run report."""
-    config = {
-        "train_batch_size": TRAIN,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 0,
-    }
-    step = jzero.make_train_step(Net(), config, optimizer=tx, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
+    config = {key: x for key, x in settings(TRAIN, 3).items() if key != "optimizer"}
+    step = jzero.make_train_step(Net(), config, optimizer=tx, mesh=mesh())
     return train_step(step, begin(), BATCHES)[0][:, 0], jzero.report(step)
 
 
@@ -105,10 +102,7 @@ BOTH = "stack/bias, stack/kernel"
     [
         (optax.adamw(0.01, weight_decay=1e-4, mask=is_matrix), "stack/bias"),
         (optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1.0)), BOTH),
-        (optax.chain(optax.clip_by_block_rms(1.0), optax.clip_by_global_norm(1.0)), BOTH),
-        (optax.contrib.muon(0.05), BOTH),
         (optax.lamb(0.05), BOTH),
-        (optax.sm3(0.01), BOTH),
         (optax.partition({"stack": optax.lars(0.1), "ends": optax.sgd(0.1)}, by_key), BOTH),
         (optax.adamw(0.01, mask=tuned), None),
         (optax.partition({"stack": optax.adam(0.01), "ends": optax.sgd(0.1)}, by_key), None),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.steps import settings
 
 import jzero
 from jzero.planner import GPUS, described_gpus, matmuls
@@ -39,8 +40,7 @@ class Net:
 
 
 def warn(text=CLEAN, rows=(), gpu="h100", net=None, **config):
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    config = {"train_batch_size": 2, "optimizer": sgd, "bf16": {"enabled": True, "auto_cast": False}} | config
+    config = settings(2, bf16={"enabled": True, "auto_cast": False}) | config
     mesh = jzero.make_mesh(config, devices=described_gpus("h100", 2))
     step = jzero.make_train_step(net or Net(), config, mesh=mesh)
     found = matmuls(step.trace({"x": jax.ShapeDtypeStruct((2, 8), np.float32)}))
@@ -90,10 +90,7 @@ def test_what_is_meant_to_be_so():
 
 def told_too_large(gpus, most, rows=4, stage=0, **mesh):
     """The line about a plan of a step that needs its state alone."""
-    config = {
-        "train_batch_size": rows, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": stage},
-        "mesh": mesh,
-    }  # fmt: skip
+    config = settings(rows, stage, optimizer={"type": "AdamW", "params": {}}, mesh=mesh)
     mesh = jzero.make_mesh(config, devices=described_gpus("h100", gpus))
     step = jzero.make_train_step(Net(), config, mesh=mesh)
     size = state_bytes(step).total

@@ -10,16 +10,9 @@ from helpers.refusals import refuses
 from helpers.sampling import keep
 from jax.experimental import topologies
 
-from jzero.planner import GPUS, Memory, gpu, gpu_devices, memory
+from jzero.planner import GPUS, gpu_devices, memory
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
-
-
-def test_device_memory():
-    assert {name: round(gpu(name).memory / 2**30) for name in GPUS} == {
-        "t4": 15, "rtx4090": 24, "l40s": 44, "a100-40": 39, "a100": 79, "h100-pcie": 79, "h100-nvl": 93, "h100": 79,
-        "h200": 141, "b200": 178, "gb200": 184,
-    }  # fmt: skip
 
 
 @pytest.mark.gpu_compile
@@ -34,7 +27,6 @@ def test_every_gpu_compiles(name):
     assert (memory(compiled).arguments, memory(compiled).outputs, memory(compiled).aliased) == (size, size, size)
 
 
-@pytest.mark.gpu_compile
 @needs_cuda_compiler
 def test_two_hosts():
     devices = gpu_devices("h100", 16)
@@ -64,5 +56,4 @@ def test_memory_of_a_cpu_program():
     found = memory(jax.jit(lambda x: x + 1).lower(x).compile())
     assert (found.arguments, found.outputs, found.aliased) == (2**22, 2**22, 0)
     assert found.peak == 2**23 + found.temps
-    donated = Memory(arguments=3 * 2**30, outputs=2**30, aliased=2**30, temps=2**29, code=0)
-    assert repr(donated) == "Memory(peak 3.500 GiB: arguments 3.000, outputs 1.000, aliased 1.000, temps 0.500)"
+    assert repr(found).startswith("Memory(peak 0.008 GiB: arguments 0.004, outputs 0.004, aliased 0.000, temps ")

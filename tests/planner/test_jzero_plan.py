@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -104,19 +105,15 @@ class TestPlan:
         assert {row["dtype"] for row in record["collectives"] if row["kind"] == "all-gather"} == {"bf16"}
         assert {p["name"]: p["spec"] for p in record["parameters"]}["ends/embed"] == ["zero"]
 
-    def test_text_and_page(self, plan, tmp_path, monkeypatch):
-        text = str(plan)
-        expected = "memory per GPU", "activations and temporaries", "reduce-scatter", "tokens/s per GPU", "ends/embed"
-        assert [words for words in expected if words not in text] == []
+    def test_page(self, plan, tmp_path, monkeypatch):
         plan.html(tmp_path / "plan.html", tokens=1e9)
         page = (tmp_path / "plan.html").read_text()
         assert page.count("<svg") == 2
         assert "GPU-hours" in page
         assert not re.search(r'(src|href)="http', page)
-        assert page.count("prefers-color-scheme: dark") == 1
         assert "<h2>Time of a step</h2>" in plan._repr_html_()
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        assert plan._repr_html_() == f'<pre style="font-size:90%">{escape(text)}</pre>'
+        assert plan._repr_html_() == f'<pre style="font-size:90%">{escape(str(plan))}</pre>'
 
     def test_mistakes(self, plan):
         mesh = jzero.make_mesh(devices=jax.devices())
@@ -140,13 +137,9 @@ def test_a_pipeline_counts_no_idle_ticks():
 
 # The ZeRO paper, arXiv:1910.02054, table 1: GB of model state per device, by GPUs: P_os, P_os+g, P_os+g+p.
 PAPER = {
-    7.5e9: {
-        1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
-        256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12),
-    },
-    128e9: {64: (536, 284, 32)},
-    1e12: {1: (16000, 16000, 16000), 1024: (4011, 2013, 15.6)},
-}  # fmt: skip
+    7.5e9: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 64: (31.4, 16.6, 1.88), 1024: (30.1, 15.1, 0.12)},
+    1e12: {1024: (4011, 2013, 15.6)},
+}
 
 
 class Flat:
@@ -169,18 +162,12 @@ def test_the_table_of_the_zero_paper(size):
         assert [found[stage].total / 1e9 for stage in (1, 2, 3)] == pytest.approx(figures, rel=0.006, abs=0.006), gpus
 
 
-@pytest.mark.parametrize(
-    ("found", "wanted"),
-    [  # what estimate_zero{2,3}_model_states_mem_needs of deepspeed 0.18.2 return
-        (zero2(7_000_000_000, 8), 29_750_000_000),
-        (zero2(7_000_000_000, 8, offload=True), 14_000_000_000),
-        (zero3(7_000_000_000, 200_000_000, 8), 16_550_000_000),
-        (zero3(7_000_000_000, 200_000_000, 8, offload=True), 2_550_000_000),
-        (zero3(7_000_000_000, 200_000_000, 8, offload=True, offload_params=True), 800_000_000),
-    ],
-)
-def test_deepspeeds_estimate(found, wanted):
-    assert found == wanted
+def test_deepspeeds_estimate():
+    """The numbers of estimate_zero{2,3}_model_states_mem_needs of deepspeed 0.18.2."""
+    of_3 = partial(zero3, 7_000_000_000, 200_000_000, 8)
+    assert [zero2(7_000_000_000, 8), zero2(7_000_000_000, 8, offload=True)] == [29_750_000_000, 14_000_000_000]
+    assert [of_3(), of_3(offload=True)] == [16_550_000_000, 2_550_000_000]
+    assert of_3(offload=True, offload_params=True) == 800_000_000
 
 
 def test_the_formula_takes_offload():
@@ -196,10 +183,9 @@ def test_the_formula_takes_offload():
 
 def test_what_a_gpu_has(monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
-    there = GPUS["h100"].usable(8)
+    there, alone = (GPUS["h100"].usable(gpus) for gpus in (8, 1))
     assert there.preallocated == int(0.75 * 84_942_979_072)
-    assert there.most == 84_942_979_072 - NCCL_ROOM - CUDA_ROOM
-    assert GPUS["h100"].usable(1).most == 84_942_979_072 - CUDA_ROOM
+    assert (there.most, alone.most) == (84_942_979_072 - NCCL_ROOM - CUDA_ROOM, 84_942_979_072 - CUDA_ROOM)
     monkeypatch.setenv(FRACTION, "0.9")
     assert GPUS["h100"].usable(8).preallocated == GPUS["h100"].usable(8).limit == int(0.9 * GPUS["h100"].memory)
 
@@ -248,9 +234,8 @@ ENTRY %main (a: f32[256]) -> f32[256] {
 
 def test_live_buffers_by_hand():
     """At %dead: first 1 KiB, stash 4 KiB, dead 8 KiB. In the loop: first, stash, wide 4 KiB; %y lies in its state."""
-    found = live(SCHEDULED)
+    found, inside = live(SCHEDULED), live(SCHEDULED.replace("f32[2048]", "f32[16]"))
     assert (found.peak_bytes, found.at) == (13 * 1024, "custom-call")
-    inside = live(SCHEDULED.replace("f32[2048]", "f32[16]"))
     assert (inside.peak_bytes, inside.at) == (9 * 1024, "net/b")
     assert [(b.shape, b.op_name) for b in inside.buffers][:2] == [("f32[4,256]", "stash"), ("f32[1024]", "net/b")]
     with pytest.raises(ValueError, match="no schedule"):

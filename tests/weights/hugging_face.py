@@ -165,8 +165,6 @@ def masked_batch(rows):
 
 
 class Case(NamedTuple):
-    """A model here and there."""
-
     kind: Any
     architecture: str
     config: str
@@ -238,7 +236,6 @@ class Pair:
 
     @cached_property
     def exported(self):
-        """The directory of an export."""
         made = self.directory.with_name("ours")
         weights.save(self.params, self.step, made, "model.safetensors", np.dtype("float32"))
         return made
@@ -320,7 +317,6 @@ WITHOUT = {"generate": ("bert", "vit", *BY_LENGTH), "packed": ("vit", *BY_LENGTH
 
 
 def checks_of(name):
-    """The checks that a family's model has."""
     return [check for check in CHECKS if name not in WITHOUT.get(check, ())]
 
 
@@ -353,7 +349,6 @@ def step_from(name, changes=None, **layout):
 
 
 def as_torch(batch):
-    """The keyword arguments of transformers' classes."""
     names = {"inputs": "input_ids", "segments": "attention_mask", "types": "token_type_ids", "images": "pixel_values"}
     moved = {name: np.moveaxis(x, -1, 1) if name == "images" else x for name, x in batch.items()}
     return {names[name]: torch.tensor(x) for name, x in moved.items() if name in names}

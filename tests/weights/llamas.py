@@ -36,8 +36,6 @@ class Net:
 
 
 class One:
-    """A model whose parameters are one array."""
-
     def init(self, rng):
         return jax.random.normal(rng, (8, 8))
 
@@ -88,7 +86,6 @@ def same(a, b):
 
 
 def refused(call, *words):
-    """Check that a call is an error with these words."""
     with pytest.raises(jzero.ConfigError) as error:
         call()
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)

@@ -1,20 +1,27 @@
-"""transformers and safetensors read the files of `jzero export`; mistakes are one-line errors."""
+"""transformers and safetensors read the files of `jzero export`; `engine.save_16bit_model` writes the same ones."""
 
+import dataclasses
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from llamas import TOKENS, Net, One, engine, logits, model, refused, same, step
+from helpers.sampling import keep
+from launcher.jobs import Command
+from llamas import TIED, TOKENS, Net, One, engine, logits, model, refused, same, step
 from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
 from jzero.cli import main
 from jzero.weights.export import CheckpointParameters, parse_size
+from jzero.weights.save import _part, gather_params
 from models import config_from_hf
 from models.decoder import Decoder
 from models.lora import LoRAConfig
@@ -30,7 +37,6 @@ def saved(tmp_path_factory):
 
 
 def export(*arguments):
-    """Run the command; return its exit code."""
     return main(["export", *map(str, arguments)])
 
 
@@ -56,19 +62,20 @@ def test_frozen_parameters_get_the_dtype_of_the_others(tmp_path):
 
 def test_shards(tmp_path, saved, capsys):
     path, made = saved
-    assert export(path, tmp_path / "out", "--max_shard_size", "20KB") == 0
+    out = tmp_path / "out"
+    assert export(path, out, "--max_shard_size", "20KB") == 0
     assert "in model-00001-of-" in capsys.readouterr().out
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert [f.name for f in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    assert len(files) > 2
-    found = {f.name: load_file(f) for f in files}
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    found = {f.name: load_file(f) for f in sorted(out.glob("*.safetensors"))}
+    count = len(found)
+    assert [*found] == [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    assert count > 2
     assert {t: name for name, some in found.items() for t in some} == index["weight_map"]
-    sizes = {name: sum(x.nbytes for x in some.values()) for name, some in found.items()}
-    assert sum(sizes.values()) == index["metadata"]["total_size"]
-    assert max(sizes.values()) <= 20_000
+    sizes = [sum(x.nbytes for x in some.values()) for some in found.values()]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    assert max(sizes) <= 20_000
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert back.dtype == torch.float32
     with torch.no_grad():
         there = back(torch.tensor(TOKENS)).logits.numpy()
@@ -83,17 +90,16 @@ def pipeline_module():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Net, pipeline_module, One])
+@pytest.mark.parametrize("make", [pipeline_module, One])
 def test_a_model_without_a_table_keeps_its_names(tmp_path, make):
     made = make()
-    saved = engine(made, 3, zero=2)
+    saved, loaded = engine(made, 3, zero=2), engine(made, 1, seed=1, zero=2)
     out = exported(saved, tmp_path)
     there = {
         jax.tree_util.keystr(path, simple=True, separator=".") or "params": x
         for path, x in jax.tree_util.tree_flatten_with_path(saved.state.params)[0]
     }
     assert same(load_file(out / "model.safetensors"), there)
-    loaded = engine(made, 1, seed=1, zero=2)
     assert not same(loaded.state.params, saved.state.params)
     loaded.load_weights(out)
     assert same(loaded.state.params, saved.state.params)
@@ -134,13 +140,13 @@ def of_download(directory, **changes):
     return jzero.Engine(made, jax.random.key(0), params=weights.load(directory, made) if not changes else None)
 
 
-@pytest.mark.parametrize("way", ["export", "save_16bit_model of merged adapters"])
-def test_a_download_goes_back_with_its_config_and_tokenizer(download, tmp_path, way):
-    if way == "export":
-        out = exported(of_download(download), tmp_path)
-    else:
-        out = tmp_path / "out"
+@pytest.mark.parametrize("merged", [False, True], ids=["export", "save_16bit_model of merged adapters"])
+def test_a_download_goes_back_with_its_config_and_tokenizer(download, tmp_path, merged):
+    out = tmp_path / "out"
+    if merged:
         of_download(download, lora=LoRAConfig(r=2)).save_16bit_model(out)
+    else:
+        exported(of_download(download), tmp_path)
     assert names(out) == {"config.json", "model.safetensors", *COMPANIONS}
     assert all((out / name).read_bytes() == (download / name).read_bytes() for name in COMPANIONS)
     before, after = (json.loads((path / "config.json").read_text()) for path in (download, out))
@@ -170,10 +176,9 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
 
     def says(words, *arguments):
         assert export(*arguments) == 2
-        said = capsys.readouterr().err
-        assert words in said
-        assert said.count("\n") == 1
-        assert "tensorstore_spec" not in said
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert "tensorstore_spec" not in line
 
     says("(it has no file 'latest')", tmp_path, out)
     says("global_step9 does not exist", path, out, "--tag", "global_step9")
@@ -188,9 +193,8 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
 
 
 def test_what_is_no_place_to_write(tmp_path, saved, monkeypatch):
-    (path, _), full, empty = saved, tmp_path / "full", tmp_path / "empty"
+    path, full = saved[0], tmp_path / "full"
     full.mkdir()
-    empty.mkdir()
     (full / "mine").write_text("x")
     refused(lambda: weights.export(path, full), f"{full} is not empty")
     for out in (full / "mine", full / "mine" / "out"):
@@ -201,8 +205,8 @@ def test_what_is_no_place_to_write(tmp_path, saved, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    refused(lambda: weights.export(path, empty), "No space left on device")
-    assert names(empty) == set()
+    refused(lambda: weights.export(path, tmp_path / "out"), "No space left on device")
+    assert names(tmp_path) == {"full"}
 
 
 def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch):
@@ -228,7 +232,160 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
 
 
 def test_sizes():
-    for size in ("0", "-1GB", "GB", "5,000MB", "1.5.2GB", "5GB junk", "5Gbit", "5 bananas"):
+    for size in ("0", "-1GB", "5,000MB", "5GB junk", "5Gbit"):
         refused(lambda size=size: parse_size(size), f"max_shard_size = '{size}'", "must be a size such as 5GB")
-    for size in ("40", " 1.5 "):
-        refused(lambda size=size: parse_size(size), f"did you mean {size.strip()}GB?")
+    refused(lambda: parse_size(" 1.5 "), "did you mean 1.5GB?")
+
+
+# ------------------------------------------------------------------------------------------- engine.save_16bit_model
+
+
+LAYOUTS = [{"stage": 0, "zero": 4}, {"stage": 3, "pipe": 2, "zero": 4}]
+
+
+@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[1:]), ids=str)
+def test_it_is_the_export_in_bfloat16(tmp_path, layout):
+    made = engine(**layout)
+    made.save_checkpoint(tmp_path / "ckpt").wait()
+    weights.export(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    assert made.save_16bit_model(tmp_path / "new" / "saved") is True
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("new/saved", "out")]
+    assert files[0].keys() == {"config.json", "model.safetensors"}
+    assert files[0] == files[1]
+
+
+@pytest.fixture(scope="module")
+def half():
+    return engine(Net(), zero=2, more={"fp16": {"enabled": True}})
+
+
+def test_names_dtypes_and_what_is_there_already(half, tmp_path):
+    (tmp_path / "config.json").write_text("mine")
+    (tmp_path / "a.safetensors").write_text("old")
+    engine(model(TIED), zero=2).save_16bit_model(tmp_path, "a.safetensors")
+    assert (tmp_path / "config.json").read_text() == "mine"
+    assert load_file(tmp_path / "a.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
+    half.save_16bit_model(tmp_path, "half.safetensors")
+    found = load_file(tmp_path / "half.safetensors")
+    assert {x.dtype for x in found.values()} == {np.dtype("float16")}
+    np.testing.assert_array_equal(found["stack.w"], half.state.params["stack"]["w"].astype("float16"))
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "config.json", "half.safetensors"}
+
+
+def test_values_beyond_float16(half, tmp_path, monkeypatch):
+    params = half.state.params
+    w = params["stack"]["w"].at[1].set(1e5)
+    large = dataclasses.replace(half.state, params=params | {"stack": params["stack"] | {"w": w}})
+    monkeypatch.setattr(half, "state", large)
+    words = "stack.w has values beyond the range of float16: jzero export --dtype bfloat16"
+    refused(lambda: half.save_16bit_model(tmp_path), words)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_layer_at_a_time_is_gathered():
+    """Also where the layers are divided among pipeline stages."""
+    made, name = engine(stage=3, pipe=2, zero=2), "stack/mlp/gate_up/kernel"
+    leaves = zip(*(jax.tree.leaves(tree) for tree in (made.step_fn.layouts, made.state.params)), strict=True)
+    params = {layout.name: (layout, x) for layout, x in leaves}
+    shapes = [x.shape for _, _, x in gather_params(params, made.mesh, np.dtype("float32"))]
+    assert shapes.count((1, 32, 2, 48)) == 4
+    layout, x = params[name]
+    text = _part(layout, made.mesh, np.dtype("float32")).lower(x, jnp.int32(0)).compile().as_text()
+    gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)}
+    assert gathered == {(1, 32, 2, 48)}
+
+
+def test_mistakes(half, tmp_path, monkeypatch):
+    for name in ("pytorch_model.bin", "a/b.safetensors"):
+        refused(
+            lambda name=name: half.save_16bit_model(tmp_path, name), f"save_filename = '{name}': must be a name that"
+        )
+    (tmp_path / "file").write_text("x")
+    refused(lambda: half.save_16bit_model(tmp_path / "file"), "cannot be written: File exists")
+
+    def fallocate(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    refused(lambda: half.save_16bit_model(tmp_path), "model.safetensors cannot be written: No space left on device")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+PROGRAM = """
+import pathlib
+import shutil
+import sys
+sys.path.append({here!r})
+import jax
+import numpy as np
+import jzero
+jzero.init_distributed()
+from llamas import GROUPED, TOKENS, model
+from jzero import weights
+
+config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3}}}},
+          "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}}}}
+engine = jzero.initialize(model=model(), config=config)[0]
+rank = jzero.get_rank()
+engine.save_checkpoint("ckpt").wait()
+engine.save_16bit_model("saved")
+if rank == 0:
+    weights.export("ckpt", "out", dtype="bfloat16")
+    weights.export("ckpt", "fp32")
+
+def tried(name, f):
+    try:
+        print(f"{{name}}: {{f()}}")
+    except jzero.ConfigError as error:
+        print(f"{{name}}: error: {{error}}")
+
+jzero.distributed.host_collectives.gather_texts("exported", "")
+before = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), engine.state.params)
+engine.load_weights("fp32")
+assert jax.tree.all(jax.tree.map(lambda x, y: (x == y.addressable_data(0)).all(), before, engine.state.params))
+tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
+shutil.copytree("fp32", f"copy{{rank}}")
+file = weights.safetensors.File.open(pathlib.Path(f"copy{{rank}}", "model.safetensors"))
+start, good = file.entries["model.norm.weight"].start, file.path.read_bytes()
+for stage in (0, 3):
+    made = jzero.make_train_step(model(), config | {{"zero_optimization": {{"stage": stage}}}})
+    for damaged in (None, 0, 1):
+        data = bytearray(good)
+        for at in (start, start + 4 * GROUPED.d_model - 1):  # in both halves
+            data[at] ^= damaged == rank
+        file.path.write_bytes(data)
+        tried(f"copy{{stage}}{{damaged}}", lambda: len(weights.load(file.path, made)))
+def full():
+    if rank == 0:
+        write, count = weights.safetensors.TensorWriter.write, []
+        def failing(self, *part):
+            if count.append(0) or len(count) > 3:
+                raise OSError(28, "No space left on device")
+            write(self, *part)
+        weights.safetensors.TensorWriter.write = failing
+    engine.save_16bit_model("room")
+tried("room", full)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes(tmp_path):
+    (tmp_path / "worker.py").write_text(PROGRAM.format(here=str(Path(__file__).parent)))
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
+    try:
+        assert job.wait(120) == 0, job.errors
+    finally:
+        job.end()
+    found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
+    said = [{name: text for number, name, text in found if number == rank} for rank in "01"]
+    files = [[p.read_bytes() for p in sorted((tmp_path / name).iterdir())] for name in ("saved", "out")]
+    assert files[0] == files[1] != []
+    for one in said:
+        assert one["there"].startswith("error: nowhere: no such directory; ")
+        assert {one["copy0None"], one["copy3None"]} == {"2"}
+        for damaged in ("copy00", "copy01", "copy30", "copy31"):
+            assert re.match(r"error: copy\d/model.safetensors: damaged: values in model.saf", one[damaged])
+        assert "room/model.safetensors cannot be written: No space left on device" in one["room"]
+    assert [*(tmp_path / "room").iterdir()] == []

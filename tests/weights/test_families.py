@@ -7,7 +7,7 @@ from itertools import product
 import jax
 import numpy as np
 import pytest
-from helpers.sampling import keep, some
+from helpers.sampling import keep
 from hugging_face import (
     CASES,
     DECODER,
@@ -70,7 +70,6 @@ EVERY_2 = {"decoder_sparse_step": 2, "mlp_only_layers": None}
 # family, keys of the download, changed fields, what is written
 KEPT = (
     ("qwen2_moe-every_2", {"mlp_only_layers": []}, CHANGES, {**EVERY_2, "mlp_only_layers": []}),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, {}, EVERY_2),
     ("qwen3_moe", {"decoder_sparse_step": 2}, {"num_layers": 2}, {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
     ("llama4", {"attn_temperature_tuning": 4}, CHANGES, {"attn_temperature_tuning": 4}),
     ("olmo3", {}, {"norm_eps": 1e-3}, {"rope_parameters": CASES["olmo3"].options["rope_parameters"]}),
@@ -164,10 +163,7 @@ LAYOUTS = {
     "interleaved": {"stage": 1, "pipe": 2, "more": {**HALVES, "pipeline": {"schedule": "interleaved", "chunks": 2}}},
 }
 ON = [*product(CASES, ["zero3", "tensor", "pipe"]), ("gemma3", "interleaved")]
-SHOWN = [
-    ("gpt2", "pipe"),
-    ("gpt_oss", "tensor"),  # experts, biases and sinks of the heads
-]
+SHOWN = [("gpt_oss", "tensor")]  # experts, biases and sinks of the heads
 
 
 @pytest.mark.parametrize(("name", "layout"), keep(ON, SHOWN))
@@ -204,19 +200,19 @@ def test_a_bias_that_moves(axes):
     np.testing.assert_allclose(state.params["stack"]["mlp"]["bias"], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", keep(["zero3", "pipe", "tensor"], ["tensor"]))
-def test_text_of_latents_on_every_layout(layout):
+def test_text_of_latents_under_tensor():
     """The cache of layers before the stack, and of latents, which `tensor` does not divide: transformers' tokens."""
     made, tokens = pair("deepseek_v3"), torch.tensor(TOKENS[0])
     options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_sample": False}
     expected = made.theirs.generate(tokens, **options, pad_token_id=0).numpy()
     assert len(set(expected[:, -8:].ravel().tolist())) > 3
-    step = step_from("deepseek_v3", {"pad_vocab_to": 16}, **LAYOUTS[layout])
+    step = step_from("deepseek_v3", {"pad_vocab_to": 16}, tensor=2)
     state = step.init(jax.random.key(0), weights.load(made.directory, step))
     np.testing.assert_array_equal(step.generate(state, TOKENS[0], 8, numpy=True), expected)
 
 
-@pytest.mark.parametrize("name", some(["qwen2", "qwen3"], ["qwen3"]))  # tied and untied
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # tied and untied
 def test_a_padded_vocabulary(name, tmp_path):
     """Files have no padding, logits have none, and the loss and its gradient do not see it."""
     directory, batch = pair(name).directory, CASES[name].batch

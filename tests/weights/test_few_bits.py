@@ -27,7 +27,6 @@ SIZES = {
 
 
 def of_blocks(elements, scales):
-    """Multiply block by block."""
     values = elements.astype(np.float32)
     for i, j in np.ndindex(scales.shape):
         values[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j]
@@ -89,8 +88,10 @@ def mxfp4(tmp_path_factory):
     return make("gpt_oss", in_mxfp4, MXFP4, tmp_path_factory.mktemp("mxfp4"))
 
 
-@pytest.mark.parametrize("layout", [{"stage": 3, "zero": 2}, {"expert": 2}, {"tensor": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("fp8", {"stage": 3, "zero": 2}), ("fp8", {"tensor": 2}), ("mxfp4", {"expert": 2}), ("mxfp4", {"tensor": 2})],
+)
 def test_parts_of_matrices_on_each_layout(kind, layout, request):
     few, plain = request.getfixturevalue(kind)
     assert config_from_hf(few) == config_from_hf(plain)

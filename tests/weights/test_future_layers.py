@@ -1,7 +1,5 @@
 """DeepSeek-V3's layers for tokens further ahead: transformers' layers, and the loss of arXiv:2412.19437, eq. 24, 25."""
 
-from itertools import product
-
 import jax
 import numpy as np
 import pytest
@@ -32,7 +30,6 @@ def layers_of(config):
 
 
 def tensors_of(layers):
-    """The names of DeepSeek's files."""
     found = {}
     for k, layer in enumerate(layers):
         for key, x in layer.state_dict().items():
@@ -74,7 +71,7 @@ def write(model, layers, directory):
 
 
 # One of the packed rows is a single document.
-@pytest.mark.parametrize(("packed", "gradients"), keep(product([False, True], repeat=2), [(True, False)]))
+@pytest.mark.parametrize(("packed", "gradients"), keep([(True, False), (False, True), (True, True)], [(True, False)]))
 def test_loss_and_gradients(tmp_path, packed, gradients):
     """Three predictions of each token, in documents of packed rows too; and the files of an export."""
     model = torch_model("deepseek_v3")
@@ -123,10 +120,7 @@ def test_an_export_says_which_layers_it_has(ahead):
     assert any("num_nextn_predict_layers = 1: these layers are left out" in line for line in notes) == (ahead == 0)
 
 
-LAYOUTS = [{"pipe": 2, "stage": 1}, {"tensor": 2}, {"stage": 3, "zero": 2}]
-
-
-@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[:1]), ids=str)  # compile for up to half a minute
+@pytest.mark.parametrize("layout", some([{"pipe": 2, "stage": 1}, {"tensor": 2}], [{"pipe": 2, "stage": 1}]), ids=str)
 def test_layouts(layout):
     config = config_from_hf(pair("deepseek_v3").directory, future_layers=1, pad_vocab_to=16)
     batch, losses = CASES["deepseek_v3"].batch, []

@@ -6,12 +6,10 @@ import shutil
 
 import jax
 import numpy as np
-import optax
 import pytest
-from llamas import TOKENS, Net, engine, model, refused, same, step
+from llamas import TOKENS, Net, engine, refused, same, step
 from safetensors.numpy import load_file, save_file
 
-import jzero
 from jzero import weights
 from jzero.weights.safetensors import File
 
@@ -31,7 +29,6 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def copy(tmp_path, exported):
-    """A copy that a test may change."""
     return shutil.copytree(exported[0], tmp_path / "copy")
 
 
@@ -49,7 +46,7 @@ def read(monkeypatch):
     return sizes
 
 
-LAYOUTS = [{"stage": 1, "zero": 4, "data": 2}, {"stage": 3, "zero": 8}, {"stage": 3, "pipe": 2, "zero": 2}]
+LAYOUTS = [{"stage": 1, "zero": 4, "data": 2}, {"stage": 3, "pipe": 2, "zero": 2}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -104,19 +101,6 @@ def test_a_loaded_run_is_a_new_run_from_these_weights(exported):
     assert same(made.state, other.state)
 
 
-@pytest.mark.slow
-def test_an_optimizer_that_keeps_the_parameters(exported):
-    """Its copy of the loaded parameters has buffers of its own, because the step donates both."""
-    path, saved = exported
-    keeps = optax.GradientTransformation(lambda params: {"first": params}, lambda grads, state, params: (grads, state))
-    made = jzero.make_train_step(model(), step().config, mesh=step().mesh, optimizer=keeps)
-    state = made.init(jax.random.key(0), weights.load(path, made))
-    assert same(state.opt_state["first"], saved.state.params)
-    state, _ = made(state, {"inputs": TOKENS[:1], "labels": TOKENS[:1]})
-    assert same(state.opt_state["first"], saved.state.params)
-    assert not same(state.params, saved.state.params)
-
-
 def test_half_precision_files_become_masters(tmp_path, exported):
     path, saved = exported
     weights.export(path.parent / "ckpt", tmp_path / "bf16", dtype="bfloat16")
@@ -142,7 +126,6 @@ def test_init_copies_the_params_unless_they_are_given_up():
 
 
 def rewrite(directory, change):
-    """Apply `change` to all tensors and write them to one file."""
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
         found |= load_file(file)
@@ -172,6 +155,8 @@ def test_tensors_of_another_model(copy):
         "model.layers.1.mlp.up_proj.weight is int32, not float32",
     )
     assert made.state is before
+    params = before.params | {"ends": before.params["ends"] | {"embed": before.params["ends"]["embed"][1:]}}
+    refused(lambda: step().init(jax.random.key(0), params), "ends/embed is (63, 32), not (64, 32)")
 
 
 @pytest.mark.parametrize(
@@ -180,45 +165,21 @@ def test_tensors_of_another_model(copy):
         ({"rope_theta": 10000.0, "rope_parameters": None}, "config.json has rope_theta = 10000.0, not 1234.0"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1234.0}}, 'rope_type = "llama3", not "default"'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {"),
-        ({"num_attention_heads": 8}, "num_attention_heads = 8, not 4"),
-        ({"model_type": "mistral"}, 'model_type = "mistral", not "llama"'),
+        ({"num_attention_heads": 8, "model_type": "mistral"}, "num_attention_heads = 8, not 4"),
         ({"rope_theta": ..., "rope_parameters": ...}, "rope_theta = 10000.0, not 1234.0"),  # the default of old files
         ({"eos_token_id": 2, "max_position_embeddings": 8192, "unknown": 1}, None),
+        (None, "config.json is not a JSON object"),
     ],
 )
 def test_a_config_of_another_model(copy, change, words):
     """The shapes are equal, but the logits would be wrong."""
-    config = json.loads((copy / "config.json").read_text()) | change
-    (copy / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    config = json.loads((copy / "config.json").read_text()) | (change or {})
+    changed = {key: value for key, value in config.items() if value is not ...} if change else []
+    (copy / "config.json").write_text(json.dumps(changed))
     if words:
         refused(lambda: weights.load(copy, step()), words)
     else:
         weights.load(copy, step())
-
-
-def flip_last(data):
-    return data[:-1] + bytes([data[-1] ^ 128])
-
-
-CHECKSUM = "its header does not match its checksum: copy or export it again"
-DAMAGE = {
-    "another layer": (lambda data: data.replace(b"model.layers.0.", b"model.layers.1.", 1), CHECKSUM),
-    "another key": (lambda data: data.replace(b"jzero.checksums", b"jzerp.checksums"), CHECKSUM),
-    "a value": (flip_last, "copy: damaged: values in model-00001-of-"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_files(copy, name):
-    (change, words), file = DAMAGE[name], min(copy.glob("model-*.safetensors"))
-    file.write_bytes(change(file.read_bytes()))
-    refused(lambda: weights.load(copy, step()), words)
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_no_object(copy, text):
-    (copy / "config.json").write_text(text)
-    refused(lambda: weights.load(copy, step()), "config.json is not a JSON object")
 
 
 def test_what_is_no_directory_of_weights(tmp_path):
@@ -231,7 +192,6 @@ def test_what_is_no_directory_of_weights(tmp_path):
 
 @pytest.mark.parametrize("number", [60, pytest.param(1500, marks=pytest.mark.slow)])
 def test_no_damaged_byte_gives_other_weights(copy, exported, number):
-    """A load of a file with changed bytes is an error with the file's name."""
     made, chance = step(), random.Random(number)
     files = sorted(copy.glob("*.safetensors"))
     for i in range(number):
@@ -271,11 +231,3 @@ def test_other_tensors_in_a_damaged_file_are_not_read(copy):
     weights.load(copy, step())
     damage("model.norm.weight")
     refused(lambda: weights.load(copy, step()), "values in model.safetensors do not match")
-
-
-def test_params_of_another_model_for_init():
-    made = step()
-    params = made.init(jax.random.key(0)).params
-    params["ends"] = {"embed": params["ends"]["embed"][1:], "norm": params["ends"]["norm"]}
-    words = "missing ends/head/kernel (32, 64), ends/embed is (63, 32), not (64, 32)"
-    refused(lambda: made.init(jax.random.key(0), params), words)

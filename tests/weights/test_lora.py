@@ -1,7 +1,9 @@
-"""LoRA fine-tuning in every layout is that of plain Flax and optax on one device."""
+"""LoRA in every layout is that of plain Flax and optax on one device; on matrices in few bits, that on dense ones."""
 
+import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +11,39 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cuda import needs_cuda_compiler
+from helpers.cuda import on_gpu
+from helpers.oracle import plain_loop
+from helpers.programs import h100s, pairs, traced
 from helpers.refusals import refuses
-from helpers.sampling import some
+from helpers.sampling import keep, some
+from helpers.steps import mesh, run, settings
+from scipy.stats import norm
 
 import jzero
 from jzero.config import ActivationCheckpointing
+from jzero.errors import ConfigError
 from jzero.passes.remat import Remat, checkpointed
-from jzero.planner import gpu_devices, memory
-from jzero.planner.state_bytes import state_bytes
+from jzero.planner import gpu_devices
+from jzero.tracing.equations import operations
+from jzero.tracing.fused import fused
+from models.decoder import Decoder
 from models.llama import Llama, LlamaConfig, preset
 from models.lora import MODULES, FusedLinear, LoRAConfig, LoRALinear
+from models.quantized import NF4, Quantized, dequantize, quantize, quantize_params, quantized_matmul
 
 STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 # With adapters for a part of qkv only.
 LORA = LoRAConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 CONFIG = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, lora=LORA)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, 9))
+
+
+def leaves(tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
 # stage, mesh, accumulation, precision
 LAYOUTS = {
-    "stage1": (1, {"zero": 4, "data": 2}, 1, "fp32"),
-    "stage2": (2, {"zero": 4}, 2, "fp32"),
     "stage3": (3, {"zero": 8}, 1, "fp32"),
     "pipe": (0, {"pipe": 2, "zero": 1}, 4, "fp32"),
     "stage1-bf16": (1, {"zero": 4, "data": 2}, 1, "bf16"),
@@ -45,62 +59,38 @@ def is_adapter(path):
     return "lora_" in jax.tree_util.keystr(path)
 
 
-def leaves(tree):
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
 @cache
 def reference():
     """(losses, parameters after the last step) of plain Flax and optax, on one device and in float32."""
-    graph, params = nnx.split(build(nnx.Rngs(jax.random.key(0))))
-    labels = jax.tree_util.tree_map_with_path(lambda path, _: is_adapter(path), params)
+    graph, start = nnx.split(build(nnx.Rngs(jax.random.key(0))))
+    labels = jax.tree_util.tree_map_with_path(lambda path, _: is_adapter(path), start)
     adamw = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(1e-2, weight_decay=0.1))
     tx = optax.multi_transform({True: adamw, False: optax.set_to_zero()}, labels)
 
-    @jax.jit
-    def update(params, opt_state, tokens):
-        def mean(params):
-            logits = nnx.merge(graph, params)(tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def mean(params, tokens):
+        logits = nnx.merge(graph, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-        loss, gradient = jax.value_and_grad(mean)(params)
-        updates, opt_state = tx.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    opt_state, losses = tx.init(params), []
-    for tokens in TOKENS:
-        params, opt_state, loss = update(params, opt_state, tokens)
-        losses.append(float(loss))
-    params = nnx.to_pure_dict(params)
-    stack = params.pop("stack")
-    return losses, dict(leaves({"ends": params, "stack": stack}))
+    found = plain_loop(mean, start, TOKENS, tx)
+    ends = nnx.to_pure_dict(found.params)
+    stack = ends.pop("stack")
+    return found.losses, dict(leaves({"ends": ends, "stack": stack}))
 
 
 def train_step(layout, **more):
-    stage, axes, accum, precision = LAYOUTS[layout]
-    config = {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": accum,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "trainable_parameters": ["lora_"],
-        "bf16": {"enabled": precision == "bf16"},
-        **more,
-    }
-    mesh = jzero.make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
-    return jzero.make_train_step(jzero.from_flax(build), config, mesh=mesh)
+    stage, degrees, accum, precision = LAYOUTS[layout]
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    more = {"bf16": {"enabled": precision == "bf16"}, "trainable_parameters": ["lora_"], **more}
+    config = settings(ROWS, stage, accum, gradient_clipping=CLIP, optimizer=adamw, **more)
+    return jzero.make_train_step(jzero.from_flax(build), config, mesh=mesh(**degrees))
 
 
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["stage3"]))
 def test_the_losses_of_optax(layout):
     """Frozen leaves keep their bits, in the compute dtype."""
     step, fp32 = train_step(layout), not layout.endswith("bf16")
-    state = step.init(jax.random.key(0))
-    start, losses, (expected, theirs) = jax.device_get(state.params), [], reference()
-    for tokens in TOKENS:
-        state, metrics = step(state, {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]})
-        losses.append(float(metrics["loss"]))
+    batches = [{"inputs": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in TOKENS]
+    (start, losses, state), (expected, theirs) = run(step, batches), reference()
     np.testing.assert_allclose(losses, expected, rtol=1e-6 if fp32 else 1e-2)
     for (path, x), (_, old) in zip(leaves(jax.device_get(state.params)), leaves(start), strict=True):
         assert np.array_equal(x, old) != is_adapter(path), path
@@ -114,33 +104,6 @@ def test_frozen_layers_are_scanned_under_full_remat(policy, unrolled):
     """Unrolled, XLA would copy all of them; with more activations in memory that costs nothing."""
     step = train_step("stage3", bf16={"enabled": True}, activation_checkpointing={"policy": policy})
     assert step.setup.passes.facts.unrolled == unrolled
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-def test_one_h200_holds_the_frozen_weights_once(no_compilation_cache):
-    """LoRA on Llama 8B: 2 bytes per frozen parameter, 12 per trained one; the step adds no copy of the weights."""
-    lora = LoRAConfig(r=16, target_modules="all-linear")
-    config = preset("8b", vocab_size=128_256, attention="cudnn", lora=lora)
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "bf16": {"enabled": True},
-        "activation_checkpointing": {"policy": "full"},
-        "trainable_parameters": ["lora_"],
-    }
-    model = jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
-    step = jzero.make_train_step(model, settings, mesh=jzero.make_mesh(devices=gpu_devices("h200", 1)))
-    trained = 32 * 16 * sum(map(sum, [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)] + 3 * [(4096, 14336)]))
-    assert sum(x.size for path, x in leaves(step.state_shapes.params) if is_adapter(path)) == trained
-    assert state_bytes(step).persistent == 2 * config.num_parameters + 12 * trained + 2 * 4
-    tokens = jax.ShapeDtypeStruct((1, 4096), np.int32)
-    found = memory(step.lower({"inputs": tokens, "labels": tokens}).compile())
-    assert found.arguments == pytest.approx(2 * config.num_parameters + 12 * trained, rel=1e-4)
-    logits = 4096 * 128_256 * (2 + 2)  # and their gradient
-    layer_inputs = 32 * 4096 * 4096 * 2
-    assert found.peak - found.arguments < 1.2 * (logits + layer_inputs)
 
 
 BF16 = {"use_bias": True, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
@@ -190,18 +153,6 @@ def test_adapters_start_at_nothing():
     assert rows[0]["name"] == "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"target_modules": ["q_proj", "lm_head"]}, r"target_modules = \['q_proj', 'lm_head'\].*\"all-linear\""),
-        ({"target_modules": []}, r"target_modules = \[\]"),
-        ({"r": 0}, "r = 0: must be at least 1"),
-    ],
-)
-def test_bad_configs(fields, words):
-    refuses(lambda: LoRAConfig(**fields), words)
-
-
 def test_the_policy_matmuls_keeps_the_sum_of_a_product_and_its_adapter():
     rows, width, rank = 64, 32, 2
     shapes = [(rows, width), (width, width), (width, rank), (rank, width)]
@@ -212,7 +163,219 @@ def test_the_policy_matmuls_keeps_the_sum_of_a_product_and_its_adapter():
         return jnp.tanh(x @ w + (x @ a) @ b)
 
     remat = Remat(ActivationCheckpointing(policy="matmuls"), 0, False)
-    run = checkpointed(lambda pair: (*pair[1], *pair[0]), block, remat, unrolled=True)
-    _, pull = jax.eval_shape(lambda x, w, *ab: jax.vjp(lambda *ab: run((ab, (w,)), x, None), *ab), x, *weights)
+    layer = checkpointed(lambda pair: (*pair[1], *pair[0]), block, remat, unrolled=True)
+    _, pull = jax.eval_shape(lambda x, w, *ab: jax.vjp(lambda *ab: layer((ab, (w,)), x, None), *ab), x, *weights)
     kept = [leaf.shape for leaf in jax.tree.leaves(pull)]
     assert kept.count((rows, width)) == 2  # x, and the sum
+
+
+def test_bad_configs():
+    refuses(lambda: LoRAConfig(target_modules=["lm_head"]), r"target_modules = \['lm_head'\].*\"all-linear\"")
+    refuses(lambda: LoRAConfig(r=0), "r = 0: must be at least 1")
+
+
+# ------------------------------------------------------------------------------------------- matrices in few bits
+
+
+def test_the_table_is_the_papers():
+    """bitsandbytes' `create_normal_map`: quantiles of the normal distribution, 8 above zero and 7 below."""
+    offset = 0.9677083
+    above, below = (norm.ppf(np.linspace(offset, 0.5, count)[:-1]) for count in (9, 8))
+    table = np.sort([*above, *-below, 0.0])
+    np.testing.assert_allclose(NF4, table / table.max(), atol=2e-7)
+
+
+def plain_nf4(matrix, block):
+    """Quantise [in, out] without double quantisation, in NumPy."""
+    blocks = matrix.reshape(-1, block, matrix.shape[1])
+    scale = np.abs(blocks).max(1, keepdims=True)
+    nearest = np.abs((blocks / scale)[..., None] - np.array(NF4)).argmin(-1)
+    return (np.array(NF4)[nearest] * scale).reshape(matrix.shape)
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (128, 4, 6)])
+def test_error_of_quantised_matrices(shape):
+    """Double quantisation adds little to NF4's own error; int8's is far smaller."""
+    matrix = np.random.default_rng(0).normal(0, 0.02, shape).astype(np.float32)
+    again = jax.jit(lambda x, kind: dequantize(quantize(x, kind), jnp.float32), static_argnums=1)
+    found = {kind: np.asarray(again(matrix, kind)) for kind in ("nf4", "int8")}
+    flat = matrix.reshape(shape[0], -1)
+    once = plain_nf4(flat, np.gcd(shape[0], 64))
+    error = np.sqrt(((found["nf4"].reshape(flat.shape) - flat) ** 2).mean())
+    assert error < 1.02 * np.sqrt(((once - flat) ** 2).mean())
+    assert np.sqrt(((found["int8"] - matrix) ** 2).mean()) < error / 8
+
+
+def test_bits_of_a_matrix():
+    q = quantize(jnp.ones((4096, 512)), "nf4")
+    assert sum(x.nbytes for x in q) * 8 / (4096 * 512) == pytest.approx(4.125, abs=0.01)
+    assert bool((dequantize(q, jnp.float32) == 1).all())
+    half = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in q]  # as a step in bf16 has them
+    assert bool((dequantize(type(q)(*half), jnp.float32) == dequantize(q, jnp.float32)).all())
+
+
+def decoder(quantized):
+    lora = LoRAConfig(4, 8, ("q_proj", "v_proj", "down_proj"), quantized)
+    shape = preset("tiny", num_layers=1, d_model=64, d_ff=96, num_heads=2, num_kv_heads=1, lora=lora)
+    return jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+
+
+def mapped(function, params):
+    return jax.tree_util.tree_map_with_path(lambda path, x: function(path[-1].key, x), params)
+
+
+def filled(part, own):
+    """Put the values of `own` in the places of None."""
+    if isinstance(part, dict):
+        return {name: filled(value, own.get(name, {})) for name, value in part.items()}
+    return own if part is None else part
+
+
+def dense(params):
+    """Put the matrices, made again in float32, in the places of their codes."""
+    found = {name: dense(part) if isinstance(part, dict) else part for name, part in params.items()}
+    if "codes" in found:
+        layers = zip(*(found.pop(name) for name in Quantized._fields), strict=True)
+        found["kernel"] = jnp.stack([dequantize(Quantized(*layer), jnp.float32) for layer in layers])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tensor"), keep([("nf4", 1), ("nf4", 2), ("int8", 2)], [("nf4", 2)]))
+def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind, tensor):
+    """The oracle: the decoder whose kernels are the dequantised ones, by plain Flax and JAX."""
+    model, plain = decoder(kind), decoder(None)
+    params = mapped(lambda name, x: x + 0.05 if name == "lora_b" else x, jax.jit(plain.init)(jax.random.key(0)))
+    like = jax.eval_shape(model.init, jax.random.key(0))
+    few = filled(quantize_params(mapped(lambda name, x: None if "lora" in name else x, params), like, kind), params)
+    tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    config = settings(4, trainable_parameters=["lora_"], activation_checkpointing={"policy": "matmuls"})
+    step = jzero.make_train_step(model, config, mesh=mesh(zero=1, tensor=tensor))
+    state = step.init(jax.random.key(0), few)
+    for name in ("codes", "scales"):  # of the columns; a half of two rows of NF4 is one byte of `down`
+        codes = state.params["stack"]["mlp"]["gate_up"][name]
+        assert codes.sharding.shard_shape(codes.shape)[3] == codes.shape[3] // tensor
+    found, metrics = step.gradients(state, batch)
+
+    def loss(params):
+        logits = jax.nn.log_softmax(plain.module(params)(batch["inputs"]))
+        return -jnp.take_along_axis(logits, batch["labels"][..., None], -1).mean()
+
+    expected, gradients = jax.jit(jax.value_and_grad(loss))(jax.jit(dense)(few))
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+    wanted = dict(jax.tree_util.tree_leaves_with_path(gradients))
+    adapters = {path: x for path, x in jax.tree_util.tree_leaves_with_path(found) if "lora_" in path[-1].key}
+    assert len(adapters) == 6
+    for path, x in adapters.items():
+        np.testing.assert_allclose(x, wanted[path], atol=1e-3 * np.abs(wanted[path]).max(), err_msg=str(path))
+
+
+def swiglu(weights, x):
+    gate_up, down = (SimpleNamespace(**q._asdict()) for q in weights)
+    gate, up = (part.squeeze(-2) for part in jnp.split(quantized_matmul(gate_up, x), 2, axis=-2))
+    return quantized_matmul(down, jax.nn.silu(gate) * up)
+
+
+def plain_swiglu(weights, x):
+    gate_up, down = weights
+    gate, up = x @ gate_up[:, 0], x @ gate_up[:, 1]
+    return (gate / (1 + jnp.exp(-gate)) * up) @ down
+
+
+def two(f, weights, x):
+    return f(weights, f(weights, x))
+
+
+def two_mapped(f, weights, x):
+    return jax.vmap(partial(two, f, weights))(x)
+
+
+def two_scanned(f, weights, x):
+    stacked = jax.tree.map(lambda v: jnp.stack([v, v]), weights)
+    return jax.lax.scan(lambda x, one: (f(one, x), None), x, stacked)[0]
+
+
+def two_on_devices(f, weights, x):
+    devices = mesh(zero=2)
+    specs = {"in_specs": (jax.P(), jax.P("zero")), "out_specs": jax.P("zero")}
+    return jax.shard_map(partial(two, f), mesh=devices, check_vma=False, **specs)(weights, x)
+
+
+@pytest.mark.parametrize("run", [two_mapped, two_scanned, two_on_devices], ids=lambda f: f.__name__)
+def test_swiglu_between_quantised_matrices_is_one_chain(run):
+    """The oracle, in float64: the same with the dequantised matrices. Plain bfloat16 must not be nearer to it."""
+    rng = np.random.default_rng(0)
+    shapes = [(64, 2, 96), (96, 64)]
+    weights = [quantize(jnp.asarray(rng.normal(size=s) * 2 / s[0] ** 0.5, jnp.float32), "nf4") for s in shapes]
+    x, g = (jnp.asarray(rng.normal(size=(2, 32, 64)), jnp.bfloat16) for _ in range(2))
+
+    def gradients(f, run, weights, x, g):
+        y, pull = jax.vjp(partial(run, f, weights), x)
+        return [y, *pull(g)]
+
+    found = jax.jit(partial(gradients, fused(swiglu), run))
+    names = [one.name for one in operations(jax.make_jaxpr(found)(weights, x, g).jaxpr)]
+    assert run is two_mapped or names.count("map_parts") >= 2  # `jax.vmap` leaves no names
+    assert "frozen_dot_general" not in names
+    matrices = [dequantize(q, jnp.bfloat16) for q in weights]
+    rounded = gradients(plain_swiglu, two, matrices, x, g)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(matrix, np.float64)) for matrix in matrices]
+        expected = gradients(plain_swiglu, two, wide, *(np.asarray(v, np.float64) for v in (x, g)))
+    for a, b, exact in zip(found(weights, x, g), rounded, expected, strict=True):
+        error, bound = (np.linalg.norm(np.asarray(y, np.float64) - exact) for y in (a, b))
+        assert error <= bound < 2**-5 * np.linalg.norm(exact)
+
+
+@on_gpu
+def test_swiglu_of_a_qlora_step_is_two_kernels():
+    widths = {"d_model": 128, "d_ff": 512, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
+    shape = preset("tiny", num_layers=1, **widths, lora=LoRAConfig(8, 8, "all-linear", "nf4"))
+    model = jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+    _, trace = traced(model, h100s(), pairs(2, 128), {}, train_batch_size=2, trainable_parameters=["lora_"])
+    text = trace.lower().compile().as_text()
+    assert len(re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)) == 2
+
+
+def test_nf4_of_an_odd_dimension_is_refused():
+    with pytest.raises(ConfigError, match="a matrix has 3 inputs, must be even"):
+        quantize(jnp.ones((3, 4)), "nf4")
+    assert quantize(jnp.ones((3, 4)), "int8").codes.shape == (3, 4)
+
+
+@pytest.mark.parametrize("cpu_checkpointing", [False, True])
+def test_the_policy_matmuls_keeps_the_products(cpu_checkpointing):
+    """Two layers: with checkpoints their gradients take as many products as without."""
+    q, x = jax.eval_shape(lambda: (quantize(jnp.zeros((64, 64)), "nf4"), jnp.zeros((8, 64), jnp.bfloat16)))
+    section = ActivationCheckpointing(policy="matmuls", cpu_checkpointing=cpu_checkpointing)
+
+    def layers(pair, x, key):
+        for part in pair[1]:
+            x = jnp.tanh(quantized_matmul(SimpleNamespace(**part._asdict()), x))
+        return x
+
+    def products(run):
+        trace = jax.make_jaxpr(jax.grad(lambda x, qs: run(((), qs), x, None).astype(jnp.float32).sum()))(x, [q, q])
+        return sum(one.name == "dot_general" for one in operations(trace.jaxpr))
+
+    run = checkpointed(lambda pair: pair, layers, Remat(section, 0, False), unrolled=True)
+    assert products(run) == products(layers) == 4
+
+
+def test_a_backward_pass_keeps_no_matrix():
+    """Unrolled layers in a program for a GPU: XLA has one matrix at a time, and would like to have all six."""
+    layers, width = 6, 1024
+    q = jax.eval_shape(lambda: quantize(jnp.zeros((width, width)), "nf4"))
+    sharding = jax.sharding.SingleDeviceSharding(gpu_devices("h200", 1, per_host=1)[0])
+    x, parts = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (jax.ShapeDtypeStruct((32, width), jnp.bfloat16), [q._asdict()] * layers),
+    )
+
+    def loss(x, parts):
+        for part in parts:
+            x = jnp.tanh(quantized_matmul(SimpleNamespace(**part), x))
+        return x.astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower(x, parts).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 2 * width**2

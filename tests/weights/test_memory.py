@@ -46,12 +46,11 @@ def test_host_memory(phase):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_host_memory_of_sharded_files(phase, devices):
+def test_host_memory_of_sharded_files(phase):
     """A leaf of many tensors is larger than what load needs besides the result."""
     shape = ("--preset", "1b", "--layers", "8", "--frozen")
-    phase("sparse", devices, shape)
-    found = phase("load", devices, shape)
+    phase("sparse", 1, shape)
+    found = phase("load", 1, shape)
     assert found["largest_leaf"] == 8 * 2 * 2048 * 8192 * 4 / 2**20 == 1024  # in float32; it is loaded in bfloat16
     assert found["result"] > 1024
     assert found["peak"] <= found["result"] + 2 * PIECE + 2 * FIXED  # programs that copy pieces, too

@@ -128,13 +128,10 @@ WRONG = [
     ({**Q, "leaf": "stack/wq"}, "q.{layer} names the leaf stack.wq, but the leaves are stack.qk, stack.norm"),
     ({**Q, "columns": [4, 8]}, "columns [4, 8], outside stack.qk (3, 5, 7)"),
     ({**Q, "columns": [0, 3]}, PART),
-    ({**Q, "columns": [3, 7]}, PART),
     ({**Q, "name": "q"}, PART),
     ({**Q, "name": "k.{layer}", "columns": [0, 4]}, "two tensors have the name k.0, k.1, k.2"),
     ({**Q, "leaf": "stack/norm", "transposed": True}, "needs more dimensions than stack.norm"),
-    ({**Q, "rows": [0, 6]}, "has rows [0, 6], outside stack.qk (3, 5, 7)"),
     ({**Q, "slices": [[2, 0, 4]]}, "slices [[2, 0, 4]], outside stack.qk"),  # no such dimension
-    ({**Q, "slices": [[1, 0, 8]]}, "slices [[1, 0, 8]], outside stack.qk"),
     ({**Q, "columns": [0, 4], "slices": [[1, 0, 4]]}, "q.{layer} has two ranges of dimension 1 of stack.qk"),
     ({**Q, "leaf": "stack/heads", "transposed": True}, "true is for a matrix; otherwise list"),
     ({**Q, "leaf": "stack/heads", "transposed": [0, 1]}, "has transposed [0, 1], but stack.heads"),
@@ -149,7 +146,7 @@ def test_a_table_that_does_not_fit(row, words):
     refused(lambda: tensors(LEAVES, {**TABLE, "tensors": [row, *TABLE["tensors"][1:]]}), words)
 
 
-@pytest.mark.parametrize("dtype", sorted(safetensors.DTYPES))
+@pytest.mark.parametrize("dtype", ["BF16", "BOOL", "F32", "F8_E4M3", "I64", "U8"])
 def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
     kind, box = safetensors.DTYPES[dtype], (slice(0, 2), slice(0, 3))
     values = np.arange(6).reshape(2, 3).astype(kind)
@@ -172,8 +169,6 @@ def test_a_dtype_that_files_do_not_support(tmp_path):
 
 
 class Coinciding(Net):
-    """One tensor has the name of a leaf."""
-
     def weights_layout(self):
         rows = [{"name": "ends.out", "leaf": "ends/out", "transposed": True}, {"name": "s", "leaf": "ends/scale"}]
         return {"config": {}, "aliases": {"^old_": ""}, "tensors": [*rows, {"name": "w.{layer}", "leaf": "stack/w"}]}
