@@ -21,10 +21,6 @@ def by_pixel(squares, batch):
     return jzero.Mean(squares.sum(dtype=jnp.float32), squares.size)
 
 
-def by_image(squares, batch):
-    return jzero.Mean(squares.sum(dtype=jnp.float32) / squares[0].size, float(len(squares)))
-
-
 def by_mask(squares, batch):
     return jzero.Mean(squares.sum(dtype=jnp.float32), batch["mask"].sum())
 
@@ -39,7 +35,7 @@ class Pixels:
         return {"w": jax.random.normal(rng, (self.width, self.width)) / self.width}
 
     def loss(self, params, batch, rng):
-        x = batch["x"].astype(params["w"].dtype) / (255 if batch["x"].dtype == jnp.uint8 else 1)
+        x = batch["x"].astype(params["w"].dtype)
         return self.mean((x @ params["w"] - batch["y"].astype(x.dtype)) ** 2, batch)
 
 
@@ -62,7 +58,6 @@ def one_step(model, batch, mesh, **config):
 
 
 def plain_gradient(model, batch):
-    """Return the loss and the gradient of sum / count in plain JAX."""
     return jax.jit(jax.value_and_grad(mean_of(model)))(model.init(jax.random.key(0)), batch)
 
 
@@ -70,22 +65,12 @@ def assert_same(found, expected, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), found, expected)
 
 
-FIELDS = RNG.normal(size=(8, 90, 180, 8)).astype(np.float32)
-IMAGES = RNG.integers(0, 3, size=(4, 224, 224, 3)).astype(np.uint8)  # dark: small gradients
-LARGE = {
-    # 1.6 million floats a micro-batch, no integers: the count cannot be guessed from the batch.
-    "fields": (Pixels(8, by_pixel), {"x": FIELDS, "y": 0.5 * FIELDS}, 2),
-    # A count of images: a guess from the largest integer leaf would divide by the pixels.
-    "images": (Pixels(3, by_image), {"x": IMAGES, "y": np.zeros((4, 1, 1, 3), np.float32)}, 1),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LARGE)
-def test_a_regression_on_fields_trains(kind):
-    """Nothing overflows in fp16, and no gradient underflows."""
-    model, batch, devices = LARGE[kind]
-    found, metrics = one_step(model, batch, mesh(devices), fp16={"enabled": True})
+def test_a_regression_on_fields_trains():
+    """Of 1.6 million floats a micro-batch nothing overflows in fp16, and no gradient underflows."""
+    x = RNG.normal(size=(8, 90, 180, 8)).astype(np.float32)
+    model, batch = Pixels(8, by_pixel), {"x": x, "y": 0.5 * x}
+    found, metrics = one_step(model, batch, mesh(2), fp16={"enabled": True})
     half = jax.tree.map(lambda p: p.astype(jnp.float16), model.init(jax.random.key(0)))
     plain = jax.grad(lambda p: mean_of(model)(p, batch) * SCALE)(half)["w"].astype(jnp.float32) / SCALE
     assert not metrics["skipped"]
@@ -119,47 +104,19 @@ class Tokens:
     loss = stacked_loss
 
 
-@pytest.mark.parametrize(("reduction", "pipe"), keep([("mean", 1), ("sum", 2)], [("sum", 2)]))
-def test_unequal_counts_are_one_mean(reduction, pipe):
-    """Micro-batches and replicas with 0 to all labels: the gradient is that of the global mean."""
+def test_unequal_counts_are_one_mean():
+    """Micro-batches and replicas with 0 to all labels: the gradient is twice that of the global mean."""
     labels = np.where(RNG.random((16, 8)) < np.linspace(0, 1, 16)[:, None], TOKENS[:, 1:], -1)
     batch = {"x": TOKENS[:, :-1], "labels": labels}
-    found, metrics = one_step(Tokens(), batch, mesh(2, pipe=pipe), accum=4, gradient_allreduce_op=reduction)
+    found, metrics = one_step(Tokens(), batch, mesh(2, pipe=2), accum=4, gradient_allreduce_op="sum")
     loss, plain = plain_gradient(Tokens(), batch)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
-    plain = jax.tree.map(lambda g: g * (2 if reduction == "sum" else 1), plain)
+    plain = jax.tree.map(lambda g: 2 * g, plain)
     assert_same(found, plain)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(plain)), rel=1e-6)
 
 
-class Handing:
-    """Every layer hands the next mask on: the loss counts with the last one, though two leaves begin as one array."""
-
-    def init(self, rng):
-        return {"ends": {"w": jnp.ones(())}, "stack": {"w": jnp.ones((2, 4, 4))}}
-
-    def prefix(self, ends, batch, rng):
-        first, last = batch["first"], batch["last"]
-        return {"x": batch["x"], "now": first, "next": first, "last": last}
-
-    def block(self, layer, x, rng):
-        return {"x": x["x"] @ layer["w"], "now": x["next"], "next": x["last"], "last": x["last"]}
-
-    def suffix(self, ends, x, batch, rng):
-        return jzero.Mean(jnp.sum(x["x"] ** 2 * x["now"][:, None]) * ends["w"], x["now"].sum())
-
-    loss = stacked_loss
-
-
-def test_a_mask_that_the_layers_pass_along():
-    data = {"x": RNG.normal(size=(8, 4)).astype("f"), "first": np.ones(8, "f"), "last": (np.arange(8) < 3).astype("f")}
-    assert_same(one_step(Handing(), data, mesh(2))[0], plain_gradient(Handing(), data)[1])
-
-
-LAYOUTS = [
-    *[({"zero": zero}, stage) for zero, stage in ((1, 0), (2, 1), (4, 3))],
-    *[({"pipe": pipe, "zero": 2}, stage) for pipe, stage in ((2, 2), (4, 1))],
-]
+LAYOUTS = [({"zero": 1}, 0), ({"zero": 2}, 1), ({"zero": 4}, 3), ({"pipe": 2, "zero": 2}, 2)]
 
 
 def lay_out(model, degrees, stage, **more):
@@ -188,8 +145,7 @@ def test_a_count_with_a_gradient(degrees, stage, fp16):
     """
     batch = {"x": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
     step, state = lay_out(Weighed(), degrees, stage, fp16={"enabled": fp16, "initial_scale_power": 8})
-    alone, _ = step.gradients(state, batch)
-    state, metrics = step(state, batch)
+    found, metrics = step.gradients(state, batch)
 
     def mean(params):
         half = jax.tree.map(lambda w: w.astype(jnp.float16) if fp16 else w, params)
@@ -197,9 +153,8 @@ def test_a_count_with_a_gradient(degrees, stage, fp16):
 
     loss, plain = jax.jit(jax.value_and_grad(mean))(Weighed().init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-3 if fp16 else 1e-6)
-    for found in (state.opt_state, alone):
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(x / abs(y).max(), y / abs(y).max(), atol=2e-2 if fp16 else 2e-6)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(x / abs(y).max(), y / abs(y).max(), atol=2e-2 if fp16 else 2e-6)
 
 
 class Masked(Tokens):
