@@ -195,12 +195,14 @@ CONFIGS = [
     (zero(offload_optimizer={"device": "nvme"}), ['optimizer.device = "nvme": must be "none" or "cpu"; nothing']),
     (zero(offload_optimizer={**CPU, "ratio": 2}), ["offload_optimizer.ratio = 2: must be a number >= 0 and"]),
     (zero(stage=3, offload_param=CPU, **HPZ), ["one keeps the weights off the device, the other a copy"]),
+    (zero(cpu_offload="yes"), ['cpu_offload = "yes": must be true or false']),
     (zero(cpu_offload=True, offload_optimizer=CPU), ["cpu_offload = true: is the deprecated name of"]),
     # DeepSpeed's table for `tensor`
     *[
         ({"tensor_parallel": {"partition_config": section}}, ["tensor_parallel.partition_config", *parts])
         for section, *parts in (
             ({"layer_specs": {"patterns": ["a"]}}, "write [{"),
+            ({"layer_specs": ["a"]}, "number 0", "not an object"),
             ({"layer_specs": [COLUMN, {"partition_type": "row"}]}, "number 1", '"patterns"'),
             ({"layer_specs": [COLUMN | {"pattern": "a"}]}, 'did you mean "patterns"?'),
             ({"layer_specs": [{"patterns": ["("]}]}, "does not compile"),
