@@ -142,13 +142,6 @@ class Case(NamedTuple):
     gather: str | None = None
     tied: bool = False
 
-    def __str__(self):
-        chunks = f"x{self.chunks}" if self.chunks > 1 else ""
-        gather = f"_{self.gather}" if self.gather else ""
-        tied = "-tied" if self.tied else ""
-        mesh = f"pipe{self.stages}-data{self.data}-n{self.zero}"
-        return f"{self.schedule}{chunks}-{mesh}-acc{self.micro}-zero{self.stage}{gather}{tied}"
-
     @property
     def layers(self):
         """Two per chunk where that makes no more than four."""

@@ -107,11 +107,6 @@ class Layout(NamedTuple):
     precision: str = "fp32"
     data: int = 1
 
-    def __str__(self):
-        mesh = f"n{self.zero}" if self.data == 1 else f"data{self.data}x{self.zero}"
-        stack = "unroll" if self.unroll else "scan"
-        return f"zero{self.stage}-{mesh}-acc{self.accum}-{self.remat}-{stack}-{self.precision}"
-
     @property
     def mesh(self):
         return jzero.make_mesh(data=self.data, zero=self.zero, devices=jax.devices()[: self.data * self.zero])

@@ -35,10 +35,8 @@ from models.moe import MixtureConfig
 
 CASES = [  # and the capacity factor
     ({"expert": 1}, None),
-    ({"expert": 2}, 1.0),
-    ({"expert": 4, "stage": 3}, None),
+    ({"expert": 2, "stage": 3, "unroll": False}, 1.0),
     ({"expert": 2, "zero": 2, "stage": 2, "accum": 2}, None),
-    ({"expert": 2, "data": 2, "zero": 2, "stage": 3, "accum": 2}, 1.0),
     ({"expert": 4, "context": 2, "stage": 2, "unroll": False, "remat": "matmuls"}, None),
     ({"pipe": 2, "expert": 2, "zero": 2, "stage": 3, "accum": 2}, 1.0),
     ({"pipe": 2, "expert": 2, "tensor": 2, "stage": 2, "accum": 4, "schedule": "zero_bubble"}, None),
@@ -46,7 +44,7 @@ CASES = [  # and the capacity factor
 ]
 
 
-@pytest.mark.parametrize(("layout", "factor"), keep(CASES, CASES[-1:]), ids=str)
+@pytest.mark.parametrize(("layout", "factor"), keep(CASES, CASES[1:2]), ids=str)
 def test_one_device_computes_the_same(layout, factor):
     config = config_of(layout, factor)
     step = make_step(config, **layout)
@@ -66,7 +64,6 @@ DEEPSEEK = MixtureConfig(4, 2, 16, score="sigmoid", scale=2.5, groups=(2, 1, 2),
 
 BIASED = [
     {"expert": 2, "zero": 2, "stage": 3},
-    {"expert": 2, "tensor": 2, "data": 2, "stage": 0},
     {"pipe": 2, "expert": 2, "stage": 2},
 ]
 

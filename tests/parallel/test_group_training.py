@@ -29,7 +29,6 @@ CASES = [  # the capacity factor of a mixture, or a model
     ("bf16", None, {"pipe": 2, "expert": 2, "stage": 2, "accum": 2}),
     ("fp16", "llama", {"pipe": 2, "tensor": 2, "stage": 1, "accum": 2}),
     ("bf16", "nnx", {"tensor": 2, "unroll": False}),
-    ("fp16", "llama", {"tensor": 2, "context": 2, "stage": 2, "remat": "full"}),
 ]
 
 

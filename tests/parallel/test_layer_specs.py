@@ -1,12 +1,9 @@
 """DeepSpeed's `tensor_parallel.partition_config`: the same table as by hand, for names of PyTorch and of the model."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import tensor_models
-from helpers.oracle import train
 from helpers.refusals import refused
-from helpers.tensor_models import batches, initial, reference
 
 import jzero
 from jzero.config import Config
@@ -46,12 +43,12 @@ def test_columns_have_their_bias_and_rows_do_not():
 
 
 def test_the_models_own_names_and_the_first_spec_decides():
-    for pattern in (r".*\.up\.kernel$", r"stack\.up", r"(?i).*UP\.weight"):
-        step = make_step("nnx", [{"patterns": [pattern]}])
-        assert set(divided_by_tensor(step)) == {"stack/up/kernel", "stack/up/bias"}
+    for pattern in (r".*\.up\.kernel$", r"(?i)stack\.UP"):
+        found = divided_by_tensor(make_step("nnx", [{"patterns": [pattern]}]))
+        assert set(found) == {"stack/up/kernel", "stack/up/bias"}
     skip = COLUMN | {"partition_type": "skip"}
-    for first, dim in ((COLUMN, 1), (COLUMN | {"partition_type": "row"}, 0)):
-        assert divided_by_tensor(make_step("nnx", [first, ROW, skip]))["stack/up/kernel"] == dim
+    first = COLUMN | {"partition_type": "row"}
+    assert divided_by_tensor(make_step("nnx", [first, ROW, skip]))["stack/up/kernel"] == 0
     assert set(divided_by_tensor(make_step("nnx", [skip, ROW, COLUMN]))) == {"stack/down/kernel"}
 
 
@@ -82,13 +79,6 @@ def test_shapes_of_pytorch(name, spec, dim):
     assert divided_by_tensor(step) == {f"{name}/kernel": dim}
 
 
-@pytest.mark.slow
-def test_training_is_that_of_one_device():
-    step = make_step("nnx", [COLUMN, ROW, {"patterns": [r"ends\.embed"], "partition_type": "row"}])
-    seen, _ = train(step, initial("nnx"), batches())
-    np.testing.assert_allclose(seen[:, 0], reference("nnx").losses, rtol=1e-6)
-
-
 REFUSED = [
     ("weights", [{"patterns": ["fused"], "shape": [[8, 4, 4], -1]}], ["side by side", "[8, 2, 16]"]),
     ("weights", [{"patterns": ["dense"], "shape": [2, -1]}], ["[in, 2, out]", "tensor_parallel.dimensions"]),
@@ -108,13 +98,13 @@ def test_what_no_dimension_expresses_is_refused(name, specs, parts):
     refused(lambda: make_step(name, specs), "tensor_parallel.partition_config.layer_specs", *parts)
 
 
-@pytest.mark.parametrize("spec", [{}, {"shape": [-1, 32]}, {"shape": [4, 8, 32]}], ids=str)
-def test_the_heads_of_an_attention(spec):
+def test_the_heads_of_an_attention():
     """The kernels of nnx.MultiHeadAttention have three dimensions; the message says how to name each."""
     query = {"patterns": [r"stack\.attn\.query\.weight"]}
     use = '"shape": [32, 8, 4] (PyTorch\'s order) and "partition_dim": 0, 2 or 1 for dimension 0, 1 or 2 of'
     parts = "stack/attn/query/kernel [32, 4, 8]", "tensor_parallel.dimensions", use
-    refused(lambda: make_step("nnx", [query | spec]), *parts)
+    for spec in ({}, {"shape": [-1, 32]}, {"shape": [4, 8, 32]}):
+        refused(lambda spec=spec: make_step("nnx", [query | spec]), *parts)
     for dim, asked in enumerate((0, 2, 1)):
         step = make_step("nnx", [query | {"shape": [32, 8, 4], "partition_dim": asked}], defaults=False)
         assert divided_by_tensor(step)["stack/attn/query/kernel"] == dim
@@ -130,8 +120,7 @@ def test_both_tables_or_neither_axis():
 
 def test_what_asks_for_nothing_and_defaults():
     defaults = {"use_default_specs": True, "lm_head_patterns": ["lm_head", "embed_out"], "embedding_partition_dim": 1}
-    section = {**defaults, "tp_size": 1, "strict_mode": False, "layer_specs": []}
-    assert repr(Config.load({"tensor_parallel": {"partition_config": section}})) == "Config()"
-    assert repr(Config.load({"tensor_parallel": {"partition_config": None}})) == "Config()"
+    for section in ({**defaults, "tp_size": 1, "strict_mode": False, "layer_specs": []}, None):
+        assert repr(Config.load({"tensor_parallel": {"partition_config": section}})) == "Config()"
     config = Config.load({"tensor_parallel": {"partition_config": {"layer_specs": [COLUMN | {"gather_output": True}]}}})
     assert Config.load({"tensor_parallel": config.tensor_parallel}) == config

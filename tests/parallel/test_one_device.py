@@ -27,12 +27,10 @@ ALL = {"stage": 3, "zero": 2, "context": 2, "tensor": 2}
 
 TENSOR = [
     ("nnx", {"tensor": 4}),
-    ("nnx", {"tensor": 2, "zero": 2, "stage": 0, "accum": 2}),
     ("nnx", {"tensor": 2, "zero": 2, "stage": 1, "accum": 2, "unroll": False}),
     ("nnx", {"tensor": 2, "data": 2, "zero": 2, "stage": 3, "remat": "matmuls"}),
     ("linen", {"tensor": 4, "zero": 2, "stage": 3, "remat": "full"}),
     ("more", {"tensor": 2, "zero": 2, "stage": 3}),
-    ("multi-query", {"tensor": 2, "zero": 2, "stage": 2}),
     ("gpt2", {"tensor": 4, "zero": 2, "stage": 1}),
     ("bert", {"tensor": 2}),
     ("vit", {"tensor": 2, "zero": 2, "stage": 3}),
@@ -40,43 +38,35 @@ TENSOR = [
 CONTEXT = [
     ("nnx", {"context": 8, "stage": 3}),
     ("nnx", {"context": 2, "zero": 2, "stage": 1, "accum": 2, "unroll": False}),
-    ("nnx", {"context": 2, "data": 2, "zero": 2, "stage": 3}),
     ("nnx", {"context": 4, "tensor": 2, "stage": 2, "remat": "matmuls"}),
     ("linen", ALL),
     ("llama", {"context": 2, "tensor": 2, "zero": 2, "stage": 2}),
 ]
 REGATHERED = [  # one more all-gather for the input of each matmul
     ("llama", {"tensor": 2, "zero": 2, "stage": 3, "unroll": False, "accum": 2}),
-    ("llama", {"tensor": 2, "context": 2, "zero": 2, "stage": 2}),
-    ("nnx", {"tensor": 2, "zero": 2, "stage": 3, "remat": "matmuls"}),
     ("linen", {"tensor": 2, "zero": 2, "stage": 3}),
     ("tiled", {"tensor": 2, "unroll": False}),
     ("more", {"tensor": 2, "stage": 3, "zero": 2}),
 ]
 TILED = [  # beside the plain model without tiles
     {},
-    {"tensor": 2, "zero": 2, "stage": 3, "remat": "full"},
-    ALL,
     {"context": 2, "tensor": 2, "stage": 2, "unroll": False, "remat": "matmuls"},
-    {"context": 2, "pipe": 2, "tensor": 2, "accum": 2, "stage": 1},
+    {"pipe": 2, "tensor": 2, "accum": 2, "stage": 1},
 ]
 HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2}}
 MEMORY = [
     ("nnx", {"tensor": 2, "zero": 2, "stage": 2, "unroll": False, "more": MASTERS}),
     ("llama", {"tensor": 2, "context": 2, "stage": 3, "unroll": False, "remat": "full", "more": ACTIVATIONS}),
-    ("nnx", {"tensor": 2, "stage": 1, "unroll": False, "remat": "matmuls", "more": ACTIVATIONS}),
     ("nnx", {"tensor": 2, "zero": 4, "stage": 3, "unroll": False, "more": HPZ}),
     ("llama", {**ALL, "accum": 2, "unroll": False, "more": {**BOTH, **REGATHER}}),
 ]
 PIPELINES = [
     ("nnx", "zero_bubble", {"tensor": 2, "zero": 2, "stage": 3}),
     ("llama", "zero_bubble", {"context": 2, "tensor": 2, "stage": 2, "remat": "matmuls"}),
-    ("llama", "1f1b", {"context": 2, "zero": 2, "stage": 3, "remat": "full"}),
     ("llama", "gpipe", {"tensor": 2, "data": 2, "stage": 1, "unroll": False}),
     ("four", "interleaved", {"context": 2, "tensor": 2, "stage": 2, "accum": 2, "unroll": False}),
     ("layers", "1f1b", {"tensor": 2, "zero": 2, "stage": 3}),
     ("layers", "zero_bubble", {"pipe": 4, "tensor": 2, "remat": "matmuls"}),
-    ("layers", "interleaved", {"context": 2, "tensor": 2, "stage": 3}),
 ]
 STAGED = [
     (name, {"pipe": 2, "accum": 4, **layout, "pipeline": {"schedule": kind, "chunks": 1 + (kind == "interleaved")}})
@@ -101,7 +91,7 @@ def test_one_device_computes_the_same(name, layout):
 def test_optimizers_do_what_they_do_on_one_device(optimizer):
     known = reference("nnx", optimizer)
     assert known.norms[0] > 0.5  # it is clipped
-    step = make_step("nnx", optimizer=optimizer, accum=2, remat="full", **ALL)
+    step = make_step("nnx", optimizer=optimizer, accum=2, remat="full", unroll=False, **ALL)
     seen, state = train(step, initial("nnx"), batches())
     np.testing.assert_allclose(seen, known.seen, rtol=1e-6)
     for x, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(known.params), strict=True):

@@ -87,14 +87,10 @@ REFUSED = {
         lambda: jzero.Config.load({"expert_parallel": {"top_k": 2}}), "expert_parallel.top_k = 2: ", "jzero.route"
     ),
     # what does not yet go together
-    "qgZ": (
-        lambda: make_step("nnx", **STAGE_3, more=zero(zero_quantized_gradients=True)),
-        "mesh.context = 2 with", "zero_quantized_gradients", "not yet",
-    ),
-    "hpZ": (
-        lambda: make_step("nnx", **STAGE_3, more=zero(**HPZ)),
-        "mesh.context = 2 with", "zero_hpz_partition_size", "not yet",
-    ),
+    **{key: (
+        lambda key=key, value=value: make_step("nnx", **STAGE_3, more=zero(**{key: value})),
+        "mesh.context = 2 with", key, "not yet",
+    ) for key, value in (("zero_quantized_gradients", True), ("zero_hpz_partition_size", 2))},
     "regather in a pipeline": (
         lambda: make_step("llama", tensor=2, pipe=2, accum=4, more={"tensor_parallel": {"regather": True}}),
         "mesh.tensor = 2 with tensor_parallel.regather = true and mesh.pipe = 2",
@@ -180,12 +176,9 @@ CONFIGS = [
     # axes and pipelines
     ({"mesh": {"pipe": 3}}, ["mesh.pipe", "3", "devices, 8", "1, 2, 4 or 8"]),
     ({"mesh": {"pipe": 4, "data": 4, "zero": 1}}, ["mesh.pipe 4", "mesh.data 4", "= 16", "devices, 8"]),
-    ({"mesh": {"pipe": 0}}, ["mesh.pipe = 0", "-1 or a positive integer"]),
     ({"mesh": {"pipe": 2}, "pipeline": {"stages": 4}}, ["mesh.pipe = 2", "pipeline.stages = 4", "keep one"]),
     ({"pipeline": {"schedule": "1f1b", "chunks": 2}}, ["pipeline.chunks = 2", "1f1b", "interleaved"]),
-    ({"pipeline": {"schedule": "gpipe", "chunks": 2}}, ["pipeline.chunks = 2", "gpipe", "zero_bubble"]),
     ({"pipeline": {"schedule": "interleaved"}}, ["interleaved", "pipeline.chunks", "2 or more"]),
-    ({"pipeline": {"schedule": "1f2b"}}, ["pipeline.schedule", "1f2b", "zero_bubble"]),
     ({"pipeline": {"gather": "micro_batch"}}, ["pipeline.gather", "micro_batch", "stage 3"]),
     (
         {"pipeline": {"activation_checkpoint_interval": 2}, "activation_checkpointing": {"policy": "none"}},
@@ -196,14 +189,11 @@ CONFIGS = [
     (zero(stage=2, zero_quantized_gradients=True), ["zero_quantized_gradients = true", "use stage 3"]),
     (zero(stage=2, **HPZ), ["zero_hpz_partition_size = 2", "use stage 3"]),
     (zero(stage=3, **HPZ) | {"pipeline": {"gather": "step"}}, ['pipeline.gather = "step"', "remove one"]),
-    (zero(stage=3, zero_hpz_partition_size=-1), ["zero_hpz_partition_size = -1", "non-negative integer"]),
-    (zero(stage=3, zero_quantized_weights=2), ["zero_quantized_weights = 2", "true or false"]),
     (zero(stage=3, zero_quantized_nontrainable_weights=True), ["stored as int8", "leave it out"]),
     (zero(stage=3, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}), ["LoCo", "leave it out"]),
     # offload
     (zero(offload_optimizer={"device": "nvme"}), ['optimizer.device = "nvme": must be "none" or "cpu"; nothing']),
     (zero(offload_optimizer={**CPU, "ratio": 2}), ["offload_optimizer.ratio = 2: must be a number >= 0 and"]),
-    (zero(offload_param={"device": "gpu"}), ['offload_param.device = "gpu": must be "none" or "cpu"']),
     (zero(stage=3, offload_param=CPU, **HPZ), ["one keeps the weights off the device, the other a copy"]),
     (zero(cpu_offload="yes"), ['cpu_offload = "yes": must be true or false']),
     (zero(cpu_offload=True, offload_optimizer=CPU), ["cpu_offload = true: is the deprecated name of"]),
@@ -215,10 +205,8 @@ CONFIGS = [
             ({"layer_specs": ["a"]}, "number 0", "not an object"),
             ({"layer_specs": [COLUMN, {"partition_type": "row"}]}, "number 1", '"patterns"'),
             ({"layer_specs": [COLUMN | {"pattern": "a"}]}, 'did you mean "patterns"?'),
-            ({"layer_specs": [COLUMN | {"partition_type": "colum"}]}, 'did you mean "column"?'),
             ({"layer_specs": [{"patterns": ["("]}]}, "does not compile"),
             ({"layer_specs": [COLUMN | {"shape": [0, -1]}]}, "shape = [0, -1]", "positive"),
-            ({"layer_specs": [COLUMN | {"partition_dim": -1}]}, "partition_dim = -1"),
             ({"layer_specs": [COLUMN | {"model_types": ["llama"]}]}, "no types of models"),
             ({"strict_mode": True}, "strict_mode = true", "run report"),
             ({"embedding_partition_dim": 0}, "embedding_partition_dim = 0", "layer_specs"),

@@ -4,18 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from helpers.layer_lists import KEY, Wide, X, Y, close, finish, pipeline, start
+from helpers.refusals import refuses
 from helpers.sampling import keep
 
-import jzero
 from jzero.model import Inputs
 from jzero.pipeline.layer_switch import switched
 from jzero.pipeline.module import LayerSpec
 
 INPUTS = {"x": X, "ids": np.array([2**32 - 1, 0, 1, 2**31], np.uint32)}
-
-
 MODEL = pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish, num_stages=3)
 
 
@@ -23,12 +20,13 @@ def switched_at(model, boundaries, params, inputs):
     return switched(model, boundaries, params, inputs, jax.tree.map(lambda _: False, params))
 
 
-BOUNDARIES = [[0, 1, 5], [0, 2, 3, 5], [0, 1, 2, 3, 4, 5], [0, 5]]
+SWITCHED = [([0, 1, 5], None), ([0, 2, 3, 5], KEY), ([0, 1, 2, 3, 4, 5], None), ([0, 5], KEY)]
 
 
-@pytest.mark.parametrize("boundaries", keep(BOUNDARIES, BOUNDARIES[1:2]), ids=str)
-@pytest.mark.parametrize("key", keep([None, KEY], [KEY]), ids=["evaluation", "dropout"])
-def test_switched_is_the_module(key, boundaries):
+@pytest.mark.parametrize(
+    ("boundaries", "key"), keep(SWITCHED, SWITCHED[1:2]), ids=["2", "3, dropout", "5", "1, dropout"]
+)
+def test_switched_is_the_module(boundaries, key):
     batch = (INPUTS, Y)
     assert not MODEL.stack
     params, inputs = MODEL.init(KEY), Inputs(batch)
@@ -49,13 +47,10 @@ def test_switched_buffers():
     params, inputs = MODEL.init(KEY), Inputs((INPUTS, Y))
     prefix, chunk, _ = switched_at(MODEL, [0, 2, 5], params, inputs)
     x = prefix(inputs)
-    longest = 4 * (16 + 1 + 3)  # h, more[1] and half
     assert {kind: (v.shape, v.dtype) for kind, v in x.items()} == {
-        "float": ((longest,), jnp.float32), "other": ((4 * (3 + 1 + 1),), jnp.int32)
-    }  # fmt: skip
-    np.testing.assert_array_equal(x["float"], [*X.ravel(), *[0] * (longest - X.size)])
-    np.testing.assert_array_equal(x["other"].view(np.uint32), [*INPUTS["ids"], *[0] * 16])
-    assert set(chunk(params, x, jnp.int32(1), None)[0]) == {"float", "other"}
+        "float": ((4 * (16 + 1 + 3),), jnp.float32),  # the longest: h, more[1] and half
+        "other": ((4 * (3 + 1 + 1),), jnp.int32),
+    }
     # Its backward pass keeps its arguments alone.
     arguments = params, x, jnp.int32(1), KEY
     _, pullback = jax.vjp(lambda params, x: chunk(params, x, *arguments[2:])[0], params, x)
@@ -63,12 +58,7 @@ def test_switched_buffers():
     assert kept
     assert kept <= {(v.shape, v.dtype) for v in jax.tree.leaves(arguments)}
 
-    model = pipeline(LayerSpec(nnx.Linear, 3, 2), jnp.tanh)
-    prefix, _, _ = switched_at(model, [0, 1, 2], model.init(KEY), Inputs((X, Y)))
-    assert set(prefix(Inputs((X, Y)))) == {"float"}  # nothing else goes between the layers
-
 
 def test_switched_refuses_what_it_cannot_pack():
     model = pipeline(lambda x: x + 1j, jnp.abs)
-    with pytest.raises(jzero.ConfigError, match="complex64 cannot go from stage to stage"):
-        switched_at(model, [0, 1, 2], {}, Inputs((X, Y)))
+    refuses(lambda: switched_at(model, [0, 1, 2], {}, Inputs((X, Y))), "complex64 cannot go from stage to stage")

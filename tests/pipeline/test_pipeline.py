@@ -27,8 +27,6 @@ from jax import lax
 
 from models.llama import Llama
 
-# --------------------------------------------------------------------------------------- every layout: gradients
-
 KINDS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 ZEROS = ((0, None), (1, None), (2, None), (3, "micro_batch"), (3, "step"))
 
@@ -65,7 +63,6 @@ def test_one_stage_is_the_step_without_a_pipeline():
 SCANNED = {"stack": {"unroll": False}}
 CASES = {  # name: (model, its layers, case, changes of the config)
     "one micro-batch": (Decoder, 4, Case("1f1b", 2, 1, 1, 2), {}),
-    "one micro-batch, interleaved": (Decoder, 4, Case("interleaved", 2, 1, chunks=2), {}),
     "one micro-batch, zero_bubble": (Decoder, 4, Case("zero_bubble", 4, 1), {}),
     "two layers in each of two chunks": (Decoder, 8, Case("interleaved", 2, 4, chunks=2), {}),
     "a loop over layers": (Everything, 8, Case("1f1b", 2, 3, 1, 2), SCANNED),
@@ -74,10 +71,8 @@ CASES = {  # name: (model, its layers, case, changes of the config)
         {"pipeline": {"schedule": "gpipe", "gather": "step", "activation_checkpoint_interval": 2}, **SCANNED},
     ),
     "llama": (Llama, 4, Case("interleaved", 2, 4, 3, 2, chunks=2), {}),
-    "llama, zero_bubble": (Llama, 4, Case("zero_bubble", 4, 6), {}),
     # Dropout, integers and masks between the layers, parameters that are integers.
     "everything, gpipe": (Everything, 2, Case("gpipe", 2, 3), {}),
-    "everything, interleaved": (Everything, 4, Case("interleaved", 2, 2, 3, 2, chunks=2), {}),
     "everything, zero_bubble": (Everything, 2, Case("zero_bubble", 2, 3), {}),
 }  # fmt: skip
 
@@ -89,12 +84,7 @@ def test_one_step(name):
     assert_close(run(of, case, **more), unpipelined(of, case.unpipelined))
 
 
-@pytest.mark.slow
-def test_a_llama_with_tied_ends():
-    check(model(Llama, 4, tied=True), Case("1f1b", 2, 2))
-
-
-ODD = [(Case("1f1b", 4, 3), True), (Case("zero_bubble", 4, 4, 2, 2), False)]
+ODD = [(Case("1f1b", 2, 3), True), (Case("zero_bubble", 4, 4, 2, 2), False)]
 
 
 @pytest.mark.parametrize(("case", "tied"), keep(ODD, ODD[:1]), ids=str)
@@ -107,7 +97,6 @@ def test_a_vocabulary_that_the_stages_do_not_divide_lies_on_all_of_them(case, ti
 
 FREEZING = [
     (Case("interleaved", 2, 2, 3, 2, chunks=2), ("stack/b", "embed"), SCANNED),
-    (Case("1f1b", 2, 3, 3, 2), ("stack/b", "embed"), {}),
     (Case("interleaved", 2, 2, 1, 2, chunks=2), ("stack",), {}),
     (Case("zero_bubble", 2, 3, 2, 2), ("ends",), {}),
 ]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -26,13 +25,12 @@ from helpers.layer_lists import (
     pipeline,
     shapes,
 )
+from helpers.refusals import refuses
 from helpers.sampling import keep
 
 import jzero
 from jzero.model import StackModel, fold
 from jzero.pipeline.module import LayerSpec, TiedLayerSpec
-
-# ------------------------------------------------------------------------------------------- with a stack
 
 
 def test_prefix_stack_suffix():
@@ -81,7 +79,6 @@ CONV = LayerSpec(linen.Conv, 3, (3, 3), strides=2)
         ([LayerSpec(nnx.Dropout, 0.5)] * 5, {}, None),  # no parameters
         ([TiedLayerSpec("k", nnx.Linear, 8, 8)] * 4 + [BLOCK] * 2, {}, range(4, 6)),  # tied parameters count once
         ([LayerSpec(Residual, 8, 0.1), LayerSpec(Residual, 8, 0.2)], {}, None),  # another graph
-        ([LayerSpec(nnx.Linear, 8, 8, use_bias=False), BLOCK], {}, None),  # other parameters
         ([LayerSpec(nnx.Linear, 8, 8, param_dtype=jnp.bfloat16), BLOCK], {}, None),
         ([linen.Dense(8) for _ in range(3)], {"example_batch": (np.ones((4, 8)), np.ones(8))}, range(3)),
         ([LayerSpec(linen.Dense, 8)] * 3, {"example_batch": (X, np.ones(8))}, range(1, 3)),
@@ -95,21 +92,6 @@ def test_which_layers_are_the_stack(layers, options, stack):
     assert hasattr(model, "prefix") == hasattr(model, "block") == hasattr(model, "suffix") == (stack is not None)
 
 
-def test_heterogeneous():
-    model = pipeline(LayerSpec(nnx.Linear, 3, 5), jax.nn.relu, LayerSpec(nnx.Linear, 5, 2), partial(jnp.multiply, 2))
-    params = model.init(KEY)
-    assert shapes(params) == {
-        "layers/0/bias": (5,), "layers/0/kernel": (3, 5), "layers/2/bias": (2,), "layers/2/kernel": (5, 2),
-    }  # fmt: skip
-    layers = params["layers"]
-    hidden = jax.nn.relu(linear(layers["0"], X))
-    close(model.apply(params, 0, 2, X, None), hidden)
-    outputs = 2 * linear(layers["2"], hidden)
-    close(model.apply(params, 2, 4, hidden, None), outputs)
-    close(model.module(params)(X), outputs)
-    close(model.loss(params, (X, Y), None), mean_square(outputs, Y))
-
-
 def test_sum_and_count_and_trees():
     """Activations, inputs and labels may be any tree; the loss (sum, count)."""
     double = lambda x: {"h": x["h"] * 2, "pair": (x["pair"][0], x["h"].sum())}  # noqa: E731
@@ -121,10 +103,10 @@ def test_sum_and_count_and_trees():
     assert (total, count) == (2 * 3 - 1, 6)
 
 
-def test_attributes_and_boundaries():
+def test_boundaries():
     layers = [LayerSpec(nnx.Linear, 8, 64), jnp.tanh, LayerSpec(nnx.Linear, 64, 8), BLOCK]
     model = pipeline(*layers, num_stages=2, activation_checkpoint_interval=3)
-    assert (model.layers, model.num_stages, model.activation_checkpoint_interval) == (layers, 2, 3)
+    assert (model.num_stages, model.activation_checkpoint_interval) == (2, 3)
     assert model.boundaries(2) == [0, 2, 4]
     assert pipeline(*layers, partition_method="uniform").boundaries(3) == [0, 2, 3, 4]
     assert pipeline(*layers, partition_method="type:tanh|linear").boundaries(4) == [0, 1, 2, 3, 4]
@@ -160,10 +142,17 @@ class Options(nnx.Module):
 
 
 def test_modules_with_and_without_a_place_for_rngs():
-    model = pipeline(LayerSpec(Bare), LayerSpec(Options, 3, use_bias=False))
+    """In layers that are no stack."""
+    model = pipeline(LayerSpec(Bare), LayerSpec(Options, 3, use_bias=False), jnp.tanh, LayerSpec(nnx.Linear, 3, 2))
     params = model.init(KEY)
-    assert shapes(params) == {"layers/1/linear/kernel": (3, 3)}
-    close(model.module(params)(X[:, None]), X @ params["layers"]["1"]["linear"]["kernel"])
+    assert shapes(params) == {"layers/1/linear/kernel": (3, 3), "layers/3/bias": (2,), "layers/3/kernel": (3, 2)}
+    layers = params["layers"]
+    hidden = jnp.tanh(X @ layers["1"]["linear"]["kernel"])
+    close(model.apply(params, 0, 3, X[:, None], None), hidden)
+    outputs = linear(layers["3"], hidden)
+    close(model.apply(params, 3, 4, hidden, None), outputs)
+    close(model.module(params)(X[:, None]), outputs)
+    close(model.loss(params, (X[:, None], Y), None), mean_square(outputs, Y))
 
 
 class Noisy(linen.Module):
@@ -211,10 +200,7 @@ def test_dropout_keys_follow_the_layer():
     close(model.module(params)(ones), model.module(params)(ones))
 
 
-# ------------------------------------------------------------------------------------------- shared parameters
-
-
-MIDDLES = [[BLOCK] * 4, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]]
+MIDDLES = [[BLOCK] * 2, [LayerSpec(nnx.Linear, 8, 4), LayerSpec(nnx.Linear, 4, 8)]]
 
 
 @pytest.mark.parametrize("middle", keep(MIDDLES, MIDDLES[1:]))
@@ -230,7 +216,7 @@ def test_tied(middle):
 
     def untied(first, last):
         x = first[TOKENS]
-        layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(4)] if model.stack else None
+        layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(2)] if model.stack else None
         for layer in layers or [params["layers"]["1"], params["layers"]["2"]]:
             x = linear(layer, x)
         return (x @ last.T * labels).sum()
@@ -277,9 +263,6 @@ def test_tied_linen():
     close(model.module(params)(TOKENS), table[TOKENS] @ table.T)
 
 
-# ------------------------------------------------------------------------------------------- errors
-
-
 MISFIT = [LayerSpec(nnx.Linear, 3, 8), jnp.tanh, LayerSpec(nnx.Linear, 5, 2)]
 MISFIT_WORDS = (
     r"layers\[2\] \(Linear\) does not fit float32\[4,8\], the output of layers\[1\] \(tanh\): .*\(8,\).*\(5,\)"
@@ -291,40 +274,28 @@ UNLIKE = r"\(Embed\) have the key 'e' but cannot share .*\[16,8\]} and .*\[17,8\
 ERRORS = [
     ([], {}, "layers is empty"),
     ([BLOCK], {"loss_fn": None}, r"loss_fn is missing; pass loss_fn=f with f\(outputs, labels\)"),
-    ([BLOCK], {"num_stages": 2}, "2 parts .* exceed the layers: there are 1 layers, ask for 1 to 1"),
-    ([BLOCK], {"partition_method": "profile"}, "partition_method 'profile' is unknown"),
     ([BLOCK], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval = -1 must be"),
     ([nnx.Linear], {}, r"Linear'> is not a layer: .* is LayerSpec\(Linear, \.\.\.\)"),
     ([LayerSpec(nnx.Linear, 3)], {}, r"layers\[0\] \(Linear\): .*missing.*out_features"),
     ([BLOCK, linen.Dense(2)], {}, r"layers\[1\] \(Dense\) is a Linen module.*example_batch=\(inputs"),
     ([BLOCK], {"example_batch": {"x": X}}, r"a batch is \(inputs, labels\), but this is a dict of 1"),
     (MISFIT, BATCH, MISFIT_WORDS),
-    ([BLOCK], BATCH, r"layers\[0\] \(Linear\) does not fit .*, the batch's inputs"),
     ([linen.Dense(2), linen.Conv(3, (2, 2, 2))], BATCH, r"\(Conv\) does not fit float32\[4,2\], the output of layers"),
     ([LayerSpec(nnx.Linear, 3, 5)], BATCH, r"loss_fn does not fit outputs float32\[4,5\] and labels float32\[4,2\]"),
     ([EMBED, BLOCK, TiedLayerSpec("e", nnx.Embed, 17, 8)], {}, UNLIKE),
     ([TiedLayerSpec("e", nnx.Embed, 16, 8, tied_weight_attr="weight")], {}, "weight: the parameters are embedding"),
 ]
-NO_MODULE = r"typename .* is not a class of nnx or Linen modules: pass the class"
 
 
 @pytest.mark.parametrize(("layers", "options", "words"), ERRORS)
 def test_errors(layers, options, words):
-    with pytest.raises(jzero.ConfigError, match=words):
-        pipeline(*layers, **options)
+    refuses(lambda: pipeline(*layers, **options), words)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: LayerSpec(jnp.tanh), f"^LayerSpec: {NO_MODULE}"),
-        (lambda: TiedLayerSpec("key", dict), f"^TiedLayerSpec: {NO_MODULE}"),
-        (lambda: pipeline(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), "Linear is not a layer: .* is LayerSpec"),
-    ],
-)
-def test_what_is_no_layer(make, words):
-    with pytest.raises(jzero.ConfigError, match=words):
-        make()
+def test_what_is_no_layer():
+    for make, word in ((lambda: LayerSpec(jnp.tanh), "LayerSpec"), (lambda: TiedLayerSpec("e", dict), "TiedLayerSpec")):
+        refuses(make, f"^{word}: typename .* is not a class of nnx or Linen modules: pass the class")
+    refuses(lambda: pipeline(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), "Linear is not a layer: .* is LayerSpec")
 
 
 HALF = [LayerSpec(nnx.Linear, 8, 8, dtype=jnp.bfloat16)] * 2
@@ -335,7 +306,7 @@ WIDE = (np.ones((4, 8), np.float32), Y)
     ("layers", "batch", "words"),
     [
         (MISFIT, (X, Y), MISFIT_WORDS),
-        *[(MISFIT, batch, r"a batch is \(inputs, labels\)") for batch in ({"x": X, "y": Y}, X, (X, Y, Y))],
+        *[(MISFIT, batch, r"a batch is \(inputs, labels\)") for batch in ({"x": X, "y": Y}, (X, Y, Y))],
         ([BLOCK] * 2, (X, Y), r"layers\[0\] \(Linear\) does not fit float32\[4,3\], the batch's"),
         (HALF, WIDE, r"layers\[0:2\] \(Linear\) have one structure.*float32\[4,8\] becomes bfloat16\["),
     ],
@@ -345,5 +316,4 @@ def test_errors_of_the_first_step(layers, batch, words):
     params = model.init(KEY)
     if layers is HALF:
         params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-    with pytest.raises(jzero.ConfigError, match=words):
-        model.loss(params, batch, None)
+    refuses(lambda: model.loss(params, batch, None), words)

@@ -70,17 +70,15 @@ CASES = [  # heads, key-value heads, form, causal, heads of the bias
     (2, 1, "alone", False, None),
     (6, 3, "rows", True, None),
     (4, 1, "long", True, None),
-    (8, 1, "rows", True, None),
     (8, 2, "rows", True, None),  # two devices attend to the same key-value head
     (4, 4, "heads alone", True, 1),
     (4, 2, "rows alone", True, 4),
-    (4, 2, "alone", True, 1),
     (4, 1, "no sequence", True, 4),
     (4, 2, "all", False, 1),
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "form", "causal", "bias"), keep(CASES, [*CASES[:4], CASES[7]]))
+@pytest.mark.parametrize(("heads", "kv_heads", "form", "causal", "bias"), keep(CASES, [CASES[i] for i in (0, 2, 3, 6)]))
 def test_one_device_computes_the_same(heads, kv_heads, form, causal, bias):
     at, devices = FORMS[form][:2], FORMS[form][2:]
     arrays = operands(heads, kv_heads, FORMS[form], bias=bias)

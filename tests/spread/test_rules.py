@@ -225,6 +225,7 @@ ROWS = np.array([1, 2, 3, -1, 4, -5, -6, -7], np.float32)
         (lambda x: with_largest(2 * x)[0], ROWS, WHOLE),  # with an integer among its results
         (lambda x: with_largest(2 * x)[0], ROWS, DIVIDED),
         (lambda x: power(lax.complex(x, 2 * x)), ROWS, DIVIDED),
+        (lambda x: turns(x.reshape(2, 4), jnp.eye(4))[1], ROWS, DIVIDED),  # all take as many turns
         (jax.vmap(climb), ROWS, DIVIDED),  # each row takes turns of its own
         (lambda x: lax.associative_scan(jnp.multiply, x), ROWS, DIVIDED),  # it makes arrays of size 0
         (lambda x: lax.cond(x.sum() < 0, clipped, jnp.sin, 2 * x), ROWS, WHOLE),

@@ -30,16 +30,13 @@ def rows(**changed):
     return batch
 
 
-def model(module):
-    return jzero.from_flax(lambda rngs: module(MODELS[module], rngs=rngs))
-
-
 @pytest.mark.parametrize("module", MODELS)
 def test_tokens_outside_the_vocabulary_are_refused(module):
+    model = jzero.from_flax(lambda rngs: module(MODELS[module], rngs=rngs))
     for leaf, token in (("inputs", SIZE), ("inputs", -1), ("labels", 9999)):
         words = rf"leaf '{leaf}' has token {token}, but.* 0 to 15: .*len\(tokenizer\)"
-        refuses(lambda leaf=leaf, token=token: model(module).check_batch(rows(**{leaf: token})), words)
-    model(module).check_batch(rows(inputs=SIZE - 1, labels=-100))
+        refuses(lambda leaf=leaf, token=token: model.check_batch(rows(**{leaf: token})), words)
+    model.check_batch(rows(inputs=SIZE - 1, labels=-100))
 
 
 def test_what_is_no_token_is_left_to_the_model():
@@ -47,19 +44,12 @@ def test_what_is_no_token_is_left_to_the_model():
     check_tokens({"inputs": np.array([[3]]), "labels": np.array([9.5])}, vocab_size=4)
 
 
-def test_the_engine_refuses_them_before_its_first_step():
-    """Also if the batch lies on the devices already, as a loader's does."""
-    made, *_ = jzero.initialize(model=model(Decoder), config=SETTINGS, training_data=rows(labels=346))
-    for batch in ((), (rows(inputs=346),)):
-        refuses(lambda batch=batch: made.train_batch(*batch), "has token 346")
-    assert made.global_steps == 0
-    assert np.isfinite(float(made.train_batch(rows(labels=-100))))
-
-
 checked = []  # batches
 
 
 class Checked(nnx.Module):
+    """Takes no number over 99 in the first array."""
+
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
 
@@ -70,6 +60,8 @@ class Checked(nnx.Module):
 
     def check_batch(self, batch):
         checked.append(batch)
+        if np.max(first := jax.tree.leaves(batch)[0]) > 99:
+            raise jzero.ConfigError(f"{np.max(first)} is too large")
 
 
 def squares(module, batch):
@@ -96,6 +88,17 @@ def test_an_exception_of_the_model_shows_the_batch():
             call()
         seen = "x float32[1, 5], y float32[1, 4]"
         assert f"while the model was traced with a micro-batch of {seen}" in found.value.__notes__
+
+
+def test_the_engine_refuses_it_before_its_first_step():
+    """Also if the batch lies on the devices already, as a loader's does."""
+    module = jzero.from_flax(Checked, squares, stack="layers")
+    good, bad = (np.full((8, 4), x, np.float32) for x in (1, 346))
+    made, *_ = jzero.initialize(model=module, config=SETTINGS, training_data=bad)
+    for batch in ((), (bad,)):
+        refuses(lambda batch=batch: made.train_batch(*batch), "346.0 is too large")
+    assert made.global_steps == 0
+    assert np.isfinite(float(made.train_batch(good)))
 
 
 @pytest.mark.parametrize(

@@ -61,25 +61,20 @@ def random_params(model, scale=0.3):
     return jax.tree.unflatten(jax.tree.structure(shapes), [x.astype(np.float32) for x in values])
 
 
-class Plain:
-    """Generation by recomputing everything for every token; rows begin at column 0."""
-
-    def __init__(self, model, params):
-        logits = jax.jit(lambda params, tokens: model.module(params)(tokens).astype(jnp.float32))
-        self.logits = lambda tokens: logits(params, tokens)
-
-    def continued(self, tokens, padding, new):
-        rows, length = tokens.shape
-        full = np.zeros((rows, length + new), np.int32)
-        for row, start in enumerate(padding):
-            full[row, : length - start] = tokens[row, start:]
-        everyone, last = np.arange(rows), length - padding - 1
-        for _ in range(new):
-            logits = np.asarray(self.logits(full))[everyone, last]
-            last = last + 1
-            full[everyone, last] = logits.argmax(-1)
-        moved = [np.r_[tokens[row, :start], full[row, : length + new - start]] for row, start in enumerate(padding)]
-        return np.stack(moved)
+def plain(model, params, tokens, padding, new):
+    """Generate by recomputing everything for every token; rows begin at column 0."""
+    logits = jax.jit(lambda params, tokens: model.module(params)(tokens).astype(jnp.float32))
+    rows, length = tokens.shape
+    full = np.zeros((rows, length + new), np.int32)
+    for row, start in enumerate(padding):
+        full[row, : length - start] = tokens[row, start:]
+    everyone, last = np.arange(rows), length - padding - 1
+    for _ in range(new):
+        chosen = np.asarray(logits(params, full))[everyone, last].argmax(-1)
+        last = last + 1
+        full[everyone, last] = chosen
+    moved = [np.r_[tokens[row, :start], full[row, : length + new - start]] for row, start in enumerate(padding)]
+    return np.stack(moved)
 
 
 def assert_varied(tokens):
@@ -88,10 +83,9 @@ def assert_varied(tokens):
 
 @functools.cache
 def case(name):
-    """A model, its parameters, and what the plain module generates on one device."""
     model = model_of(CONFIGS[name])
     params = random_params(model)
-    expected = Plain(model, params).continued(TOKENS, PADDING, NEW)
+    expected = plain(model, params, TOKENS, PADDING, NEW)
     assert_varied(expected)
     return model, params, expected
 
@@ -155,9 +149,8 @@ CUT = [({"tensor": 2}, 1), ({"tensor": 4}, 2), *[(LAYOUTS[name], 1) for name in 
 @pytest.mark.parametrize(("layout", "heads"), keep(CUT, CUT[:1]), ids=str)
 def test_tensor_divides_the_caches_heads(layout, heads):
     """Keys and values of this device's heads alone, and nothing gathers those of a cache; four do not divide two."""
-    model, params, _ = case("everything")
-    step = step_of(model, **layout)
-    shapes = kept_or_gathered(step, step.init(jax.random.key(0), params), TOKENS[:4])
+    step = step_of(model_of(EVERYTHING), **layout)
+    shapes = kept_or_gathered(step, step.state_shapes, TOKENS[:4])
     assert {shape[-2] for shape in shapes if shape[-3:-2] == (S + NEW,)} == {heads}
 
 
@@ -176,7 +169,7 @@ def restricted(logits, temperature, top_k, top_p):
 def test_samples_follow_the_distribution(temperature, top_k, top_p):
     rows, logits = 4000, np.random.default_rng(3).normal(size=61).astype(np.float32)
     expected = restricted(logits, temperature, top_k, top_p) * rows
-    sampling = _sampling(1, jax.random.key(2), temperature, top_k, top_p, eos=None, pad=None)
+    sampling = _sampling(jnp.int32(1), jax.random.key(2), np.float32(temperature), top_k, top_p, eos=None, pad=None)
     found = jax.jit(sample_tokens)(jnp.tile(logits, (rows, 1)), jnp.arange(rows), 0, sampling)
     counts, likely = np.bincount(found, minlength=61), expected > 0
     assert likely.sum() == (counts > 0).sum() > 2
@@ -188,19 +181,10 @@ def test_samples_follow_the_distribution(temperature, top_k, top_p):
 @pytest.mark.parametrize("option", ["temperature", "top_p"])
 @pytest.mark.parametrize("value", [1e-38, 1e-42, 1e-60])  # the smallest normal float32 is 1.2e-38
 def test_tiny_values_are_greedy(option, value):
-    options = {"temperature": 1.0, "top_p": None, option: value}
-    sampling = _sampling(1, jax.random.key(0), top_k=None, eos=None, pad=None, **options)
+    options = {"temperature": 1.0, "top_p": None, "top_k": None if option == "temperature" else 2**40, option: value}
+    sampling = _sampling(1, jax.random.key(0), eos=None, pad=None, **options)
     logits = jnp.array([[10.0, 20.0, 30.0]])  # each over the smallest normal number is infinite
     assert jax.jit(sample_tokens)(logits, jnp.arange(1), 0, sampling).tolist() == [2]
-
-
-@pytest.mark.parametrize("of", [np.float32, jnp.bfloat16, np.array])
-def test_arrays_of_one_number_are_numbers(of):
-    options = {"temperature": 0.5, "top_p": 0.75}  # bfloat16 holds both
-    plain = _sampling(1, jax.random.key(0), top_k=2**31 - 1, eos=None, pad=3, **options)
-    arrays = {name: of(value) for name, value in options.items()}
-    found = _sampling(jnp.int32(1), jax.random.key(0), top_k=2**40, eos=None, pad=jnp.int32(3), **arrays)
-    assert found[1:] == plain[1:]
 
 
 @functools.cache
@@ -223,11 +207,11 @@ def test_samples_are_the_same_on_every_layout(layout):
 PASSES = []  # the number of rows in every pass of every device
 
 
-class Sums(nnx.Module):
+class Sums(linen.Module):
     """A model whose next token is the sum of all before, modulo 41, plus 3; the sum is its cache."""
 
-    def __init__(self, rngs):
-        self.bias = nnx.Param(jnp.zeros(50))
+    def setup(self):
+        self.bias = self.param("bias", linen.initializers.zeros, (50,))
 
     def make_cache(self, rows, length, dtype):
         return jnp.zeros(rows, jnp.int32)
@@ -240,17 +224,6 @@ class Sums(nnx.Module):
         return jax.nn.one_hot(cache % 41 + 3, 50) + self.bias[...], cache
 
 
-class LinenSums(linen.Module):
-    def setup(self):
-        self.bias = self.param("bias", linen.initializers.zeros, (50,))
-
-    make_cache, decode = Sums.make_cache, Sums.decode
-
-
-def loss(module, batch):
-    return module.bias[...].sum() * batch.mean()
-
-
 def continued(row, padding, new, ends, pad):
     """A row of tokens, continued by the rule of `Sums`."""
     row = list(row)
@@ -261,11 +234,13 @@ def continued(row, padding, new, ends, pad):
     return row
 
 
-@pytest.mark.parametrize("kind", keep(["nnx", "linen"], ["nnx"]))
-def test_rows_end(kind):
+def test_rows_end():
     """Each at its own end; when all have ended, no further pass runs."""
-    nnx_model, linen_model = jzero.from_flax(Sums, loss), jzero.from_flax(LinenSums(), loss, example_batch=jnp.zeros(1))
-    step = step_of(nnx_model if kind == "nnx" else linen_model, stage=3, zero=2)
+
+    def loss(module, batch):
+        return module.bias[...].sum() * batch.mean()
+
+    step = step_of(jzero.from_flax(Sums(), loss, example_batch=jnp.zeros(1)), stage=3, zero=2)
     generate = functools.partial(step.generate, step.init(jax.random.key(0)))
     tokens, padding = np.array([[4, 5, 6], [9, 1, 2], [7, 7, 8]]), np.array([0, 1, 0])
     mask = (np.arange(3) >= padding[:, None]).astype(np.int32)
@@ -351,12 +326,10 @@ def test_mistakes():
     for arguments, words in (
         ({"max_new_tokens": 17}, "a row has 25 tokens, but the model has 24 positions"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0: must be a positive integer"),
-        ({"max_new_tokens": 2**40}, "max_new_tokens = 1099511627776: must be a positive integer"),
         ({"pad_token_id": 2**40}, "pad_token_id = 1099511627776: must be a token, or None"),
-        ({"temperature": 0.7}, r"temperature: only used for sampling: pass a key, rng=jax.random.key\(0\)"),
         ({"top_k": 5, "top_p": 0.9}, "top_k and top_p: only used for sampling"),
+        ({"temperature": 0.7}, r"temperature: only used for sampling: pass a key, rng=jax.random.key\(0\)"),
         ({"rng": key, "temperature": -1}, "temperature = -1: must be a number >= 0"),
-        ({"rng": key, "temperature": "hot"}, "temperature = 'hot'"),
         ({"rng": key, "top_k": 0, "top_p": 0}, "(?s)top_k = 0: must be a positive integer.*top_p = 0: must be"),
         ({"rng": key, "top_p": 1.1}, "top_p = 1.1: must be a number > 0 and <= 1"),
         ({"rng": 3}, "rng = 3: must be one key"),

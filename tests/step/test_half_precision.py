@@ -79,37 +79,29 @@ def plain_gradient():
     """Loss and gradients of plain Flax on one device."""
     graph, weights = nnx.split(ViT(nnx.Rngs(jax.random.key(0))), nnx.Param)
 
-    @jax.jit
-    @jax.value_and_grad
     def loss(weights):
         model, batch = nnx.merge(graph, weights), images()
         x, _ = lax.scan(lambda x, layer: (nnx.merge(*layer)(x), None), model.prefix(batch), nnx.split(model.stack))
         return model.suffix(x, batch)
 
-    return loss(weights)
-
-
-HALVES = [("bf16", 3, 2, {}), ("fp16", 3, 1, {"auto_cast": True, "loss_scale": 128})]
+    return jax.jit(jax.value_and_grad(loss))(weights)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "stage", "pipe", "options"), HALVES)
-def test_fp16_trains_on_simulated_devices(precision, stage, pipe, options):
+def test_fp16_trains_on_simulated_devices():
     """jax.nn asks for products that JAX does not lower for CPUs."""
-    step = make(MODEL, stage, pipe, precision, **options)
+    step = make(MODEL, 3, 1, "fp16", auto_cast=True, loss_scale=128)
     gradients, metrics = step.gradients(step.init(jax.random.key(0)), images())
     loss, exact = plain_gradient()
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-2)
     difference = jax.tree.map(jnp.subtract, jax.device_get(gradients), exact := MODEL.adopt(exact))
-    assert optax.tree.norm(difference) / optax.tree.norm(exact) < {"bf16": 0.03, "fp16": 0.01}[precision]
-    if precision == "fp16":
-        words = "- fp16 on CPU devices: matmuls that ask for float16 operands and a float32 sum by name (F16_F16_F32"
-        assert words in " ".join(jzero.report(step).split())
+    assert optax.tree.norm(difference) / optax.tree.norm(exact) < 0.01
+    words = "- fp16 on CPU devices: matmuls that ask for float16 operands and a float32 sum by name (F16_F16_F32"
+    assert words in " ".join(jzero.report(step).split())
 
 
 def test_the_report_says_what_is_not_half_and_why():
     step = make(MODEL, auto_cast=False, devices=1)
-    assert "Half precision" not in jzero.report(step)
     step.prepare([images()])
     text = " ".join(jzero.report(step).split())
     assert f"Half precision - {PRODUCTS} of {PRODUCTS} matmuls (100% of the FLOPs) run in float32 under bf16" in text
@@ -166,10 +158,6 @@ def squares(net, b):
     return ((net(b["x"]) - b["y"]) ** 2).mean()
 
 
-def masked(net, b):
-    return ((net(b["x"]) ** 2).mean(-1) * b["mask"]).sum() / b["mask"].sum()
-
-
 def scanned(n, b):
     """Without the cast the carry changes its dtype: nothing to trace."""
     h, _ = lax.scan(lambda h, x: (n.hidden(h) + n.hidden(x), None), jnp.zeros((4, 8), BF16), b["x"][None])
@@ -192,26 +180,21 @@ def net(loss=squares, **options):
     ("model", "more", "expected"),
     [
         (net(), {}, {"x"}),  # y: a target
-        (net(masked), {"mask": jnp.zeros(4)}, {"x"}),
         (net(lambda n, b: jnp.dot((n(b["x"]) ** 2).mean(-1), b["w"])), {"w": jnp.zeros(4)}, {"x"}),
         (net(lambda n, b: ((n(b["x"]) - n(b["z"])) ** 2).mean()), {"z": jnp.zeros((4, 8))}, {"x", "z"}),
         (net(how=lambda x: x.reshape(-1, 2, 4).transpose(0, 2, 1).reshape(-1, 8) / 255), {}, {"x"}),
-        (net(how=lambda x: jnp.where(jnp.arange(8) < 4, x, 0)), {}, {"x"}),
         (net(lambda n, b: lax.cond(b["z"][0] > 0, n, lambda x: n(-x), b["x"]).mean()), {"z": jnp.zeros(4)}, {"x"}),
         (net(lambda n, b: lax.cond(b["x"].sum() > 0, n, lambda x: n(-x), b["x"]).mean()), {}, set()),
-        (net(lambda n, b: lax.cond(b["y"].sum() > 0, n, lambda x: n(x + 1), b["x"]).mean()), {}, set()),
         (net(scanned), {}, set()),
         (net(carried), {}, {"x"}),
         (net(how=lambda x: x - 1000.0), {}, set()),  # digits may cancel
         (net(how=jnp.sin), {}, set()),  # a time step's features
         (net(how=lambda x: x / jnp.std(x)), {}, set()),
         (net(how=lambda x: x.astype(jnp.int32).astype(BF16)), {}, set()),
-        (net(how=lambda x: x.astype(BF16)), {}, set()),  # cast by the model
         (net(dtype=BF16), {}, set()),  # cast by its layers
         (net(dtype=F32), {}, set()),  # declared
         (net(lambda n, b: (n.out(n.hidden(b["x"])) ** 2).mean() + b["x"].mean()), {}, set()),  # input and target
         (net(), {"x": jnp.zeros((4, 8), jnp.int32)}, set()),
-        (net(), {"x": jnp.zeros((4, 8), BF16)}, set()),
         (jzero.from_flax(Gated, squares), {}, set()),
         (jzero.from_flax(Strict, lambda n, b: n(b["x"]).mean()), {}, set()),
         (jzero.from_flax(Recurrent, squares), {}, set()),
@@ -238,34 +221,20 @@ WIDE_BATCH = {name: np.ones((ROWS, *x.shape[1:]), np.float32) for name, x in BAT
 
 
 def test_the_engine_prints_it_after_the_first_step(capsys):
-    config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = jzero.initialize(model=net(), config=config)
-    words = "Half precision\n  - cast to bfloat16 (bf16.auto_cast): x"
+    engine, *_ = jzero.initialize(model=net(), config=settings(ROWS, bf16={"enabled": True}))
+    words = "Half precision\n  - cast to bfloat16 (bf16.auto_cast): x\n"
+    assert "Half precision" not in jzero.report(engine.step_fn)
     capsys.readouterr()
     printed = []
     for _ in range(2):
         engine.train_batch(WIDE_BATCH)
         printed.append(capsys.readouterr().out)
-    assert printed == [f"{words}\n", ""]
-    assert jzero.report(engine.step_fn).endswith(words)
-
-
-def test_reading_the_products_does_not_trace_again():
-    traces = []
-
-    def loss(n, b, extra):
-        traces.append(1)
-        return squares(n, b) * extra["factor"] + (n(b["x"]) * extra["like"]).mean()
-
-    step = make(net(loss))
-    step(step.init(jax.random.key(0)), WIDE_BATCH, {"factor": 0.5, "like": np.ones(4)})
-    before = len(traces)
-    matmuls(step.traced)
-    assert len(traces) == before
+    assert printed == [words, ""]
+    assert jzero.report(engine.step_fn).endswith(words.strip())
 
 
 def test_the_optimizer_is_not_counted():
-    config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    config = settings(ROWS, bf16={"enabled": True}, optimizer={"type": "Muon", "params": {"lr": 0.1}})
     found = planner.matmuls(jzero.make_train_step(net(dtype=BF16), config).trace(WIDE_BATCH))
     assert (found.float32, found.count) == (0, 5)
 

@@ -49,13 +49,13 @@ def dense(loss=lambda module, batch: (module(batch["x"]) ** 2).mean()):
 X = {"x": np.ones((ROWS, 64), np.float32)}  # its batch
 
 
-def peak(config, **changes):
-    return peak_of(jzero.make_train_step(model(**changes), config, mesh=mesh(2)))
+def peak(config, made=None, batch=BATCH):
+    return peak_of(jzero.make_train_step(made or model(), config, mesh=mesh(2)), batch)
 
 
-def peak_of(step):
+def peak_of(step, batch=BATCH):
     """XLA's own figure for the plain step."""
-    stats = step.lower(BATCH).compile().memory_analysis()
+    stats = step.lower(batch).compile().memory_analysis()
     kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
 
@@ -127,7 +127,7 @@ def test_large_logits_can_be_computed_tile_by_tile(monkeypatch):
     logits = ROWS // 2 * LENGTH * 8192 * 4 / 2**20
     (stated,) = map(float, re.findall(r"^([\d.]+) MiB of the peak come after the last layer", words, re.MULTILINE))
     assert logits <= stated <= 3.1 * logits  # with their gradient and probabilities
-    saved = peak(CONFIG, vocab_size=8192) - peak(CONFIG, vocab_size=8192, loss_tiles=8)
+    saved = peak(CONFIG, model(vocab_size=8192)) - peak(CONFIG, model(vocab_size=8192, loss_tiles=8))
     assert stated / 2 < saved / 2**20 < stated
 
 
@@ -158,19 +158,19 @@ def test_a_step_that_runs_out_of_memory(monkeypatch):
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-def unsharded(stage, passed=False):
-    """A step whose two replicas are copies; the mesh comes from the program, or from the config."""
+def unsharded(stage):
+    """A step whose two replicas are copies."""
     config = CONFIG | {"zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
-    own = {} if passed else {"mesh": {"data": 2, "zero": 1}}
-    return config, jzero.make_train_step(model(num_layers=1), config | own, mesh=mesh(1, data=2))
+    own = {"mesh": {"data": 2, "zero": 1}}
+    return config, jzero.make_train_step(dense(), config | own, mesh=mesh(1, data=2))
 
 
-@pytest.mark.parametrize("passed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_copies_become_shards_first(passed):
-    config, step = unsharded(3, passed)
+def test_copies_become_shards_first():
+    config, step = unsharded(3)
     sharded = {"mesh.data": 1, "mesh.zero": 2}
-    fits = peak(merged(config, sharded), num_layers=1)
-    assert nearest(step, BATCH, peak_of(step), fits)[0] == (sharded, fits)
+    fits = peak(merged(config, sharded), dense(), X)
+    whole = peak_of(step, X)
+    assert nearest(step, X, whole, (fits + whole) // 2)[0] == (sharded, fits)
 
 
 def test_more_of_what_is_enough_is_left_out(monkeypatch):

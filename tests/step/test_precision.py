@@ -55,10 +55,10 @@ SCALERS = st.builds(
     consecutive=st.booleans(),
     minimum=st.sampled_from([0.25, 1.0, 2.0]),
 )
-STEPS = st.lists(st.sampled_from([(True, True), (True, True), (False, True), (True, False)]), max_size=60)
+STEPS = st.lists(st.sampled_from([(True, True), (True, True), (False, True), (True, False)]), max_size=40)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(scaler=SCALERS, steps=STEPS)
 def test_scaler(scaler, steps):
     reference, state = Reference(scaler), scaler.init(2)
@@ -71,16 +71,6 @@ def test_scaler(scaler, steps):
         assert state.culprits.tolist() == (reference.culprits or [False, False])
         if scaler.dynamic:
             assert int(state.hysteresis) == reference.hysteresis
-
-
-def scales(scaler, finite):
-    """The scale after each step, in one compiled scan: the update keeps its state's structure and dtypes."""
-
-    def step(state, f):
-        state = scaler.update(state, f[None])
-        return state, state.scale
-
-    return jax.jit(lambda f: jax.lax.scan(step, scaler.init(1), f)[1])(jnp.array(finite)).tolist()
 
 
 def test_stuck_names_the_first_culprits():
@@ -96,16 +86,6 @@ def test_stuck_names_the_first_culprits():
         check_stuck(state, ["a", "b", "c"])
     assert isinstance(error.value, FloatingPointError)
     check_stuck(update(state, jnp.ones(3, bool)), ["a", "b", "c"])  # one good step, and all is well
-
-
-def test_without_dynamic_scale_every_skip_counts():
-    scaler = Scaler(initial=128.0)
-    state = scaler.init(1)
-    for _ in range(MAX_STUCK):
-        check_stuck(state, ["w"])
-        state = scaler.update(state, jnp.array([False]))
-    with pytest.raises(NonFiniteError, match="First not finite: w"):
-        check_stuck(state, ["w"])
 
 
 def config(precision="fp32", accum=None, wire=None, **sections):
@@ -155,7 +135,12 @@ def test_overflow_check_and_scaler(made, check_overflow, dynamic, initial):
 @pytest.mark.parametrize("fp16", [{"initial_scale_power": 127}, {"loss_scale": 3e38}, {"min_loss_scale": 1e-37}])
 def test_the_largest_settings_keep_the_scale_finite_and_positive(fp16):
     scaler = Precision.from_config(config("fp16", fp16={"loss_scale_window": 1, "hysteresis": 1, **fp16})).scaler
-    found = scales(scaler, [True] * 5 + [False] * 300)
+
+    def step(state, finite):
+        state = scaler.update(state, finite[None])
+        return state, state.scale
+
+    found = jax.jit(lambda f: jax.lax.scan(step, scaler.init(1), f)[1])(jnp.array([True] * 5 + [False] * 300))
     assert np.isfinite(found).all()
     assert min(found) > 0
     assert np.isfinite(scaler.init(1).scale)

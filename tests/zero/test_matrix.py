@@ -42,8 +42,7 @@ def test_a_case_that_hangs_is_ended(tmp_path, monkeypatch):
 @pytest.mark.slow
 @needs_torch
 def test_the_peers_in_pytorch(tmp_path, monkeypatch):
-    more = "--stage 2", "--parallel tensor"
-    cases = [f"2 | torch | {TORCH} {each}" for each in more]
+    cases = [f"2 | torch | {TORCH} {more}" for more in ("--stage 2", "--parallel tensor")]
     cases.append(f"2 | torch-pipelines | {TORCH} --accum 4 --schedule interleaved --chunks 2")
     for record in run(cases, tmp_path, monkeypatch, 2)[0]:
         assert "error" not in record, record

@@ -60,7 +60,7 @@ UNARY = [
 STEPS = st.lists(st.tuples(st.integers(0, len(UNARY)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(steps=STEPS, wanted=st.sets(st.integers(0, 9), min_size=1, max_size=3), free=st.booleans())
 def test_no_set_has_fewer_bytes(steps, wanted, free):
     def f(x, w):
@@ -209,6 +209,7 @@ def test_bytes_of_a_llamas_layer(monkeypatch):
         assert bytes_of(chunk.stashed) == ROWS * LENGTH * (2 * numbers + 4 * float32)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")

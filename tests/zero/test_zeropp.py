@@ -23,9 +23,6 @@ def hpz(n):
     return {"zero_hpz_partition_size": n}
 
 
-# ------------------------------------------------------------------------------------------- the arithmetic
-
-
 def block_of(n):
     return max(size for size in range(16, 65, 2) if n % size == 0)
 
@@ -57,18 +54,15 @@ def test_blocks_are_rounded_to_the_nearest_code(bits, n):
         np.testing.assert_array_equal(both.astype(int) - 8, expected_codes)
 
 
-@pytest.mark.parametrize(("bad", "bits"), [(np.inf, 8), (-np.inf, 4), (np.nan, 8)])
-def test_a_block_with_a_number_that_is_not_finite_has_none_that_is(bits, bad):
-    x = np.ones((2, 64), np.float32)
-    x[0, 5] = bad
-    found = np.asarray(dequantize(*quantize(jnp.array(x), bits), bits))
-    assert not np.isfinite(found[0]).any()
-    np.testing.assert_allclose(found[1], 1, rtol=1e-6)
-
-
-def test_numbers_whose_scale_underflows_become_zero():
-    x = jnp.full(16, 1e-45)
-    np.testing.assert_array_equal(dequantize(*quantize(x, 8), 8), 0)
+def test_blocks_with_odd_numbers():
+    """One with a number that is not finite has none that is; one whose scale underflows becomes zero."""
+    for bits, bad in ((8, np.inf), (4, -np.inf), (8, np.nan)):
+        x = np.ones((2, 64), np.float32)
+        x[0, 5] = bad
+        found = np.asarray(dequantize(*quantize(jnp.array(x), bits), bits))
+        assert not np.isfinite(found[0]).any()
+        np.testing.assert_allclose(found[1], 1, rtol=1e-6)
+    np.testing.assert_array_equal(dequantize(*quantize(jnp.full((2, 64), 1e-45), 8), 8), 0)
 
 
 def mapped(function, x, out):
@@ -135,9 +129,6 @@ def test_a_node_is_what_one_host_holds_of_a_zero_group(per_host, zero, expected)
     assert zeropp.devices_per_host(Arranged) == expected
 
 
-# ------------------------------------------------------------------------------------------- training
-
-
 def step_of(plus, layout, mesh=None, **more):
     section = {"stage": 3, "stage3_param_persistence_threshold": 0, **plus}
     return jzero.make_train_step(
@@ -151,13 +142,11 @@ def run(step, steps=10):
     return state, [*seen[:, 0]]
 
 
-NEAR = [Layout(3, 8, 2, unroll=False), Layout(3, 8, 1, "full")]
 ALL = {**QWZ, **QGZ, **hpz(4)}
-PARTS = [QWZ, QGZ, ALL]
+NEAR = [(QWZ, Layout(3, 8, 2, unroll=False)), (QGZ, Layout(3, 8, 2, unroll=False)), (ALL, Layout(3, 8, 1, "full"))]
 
 
-@pytest.mark.parametrize("plus", keep(PARTS, [ALL]), ids=str)
-@pytest.mark.parametrize("layout", keep(NEAR, NEAR[1:]))
+@pytest.mark.parametrize(("plus", "layout"), keep(NEAR, NEAR[2:]), ids=str)
 def test_losses_stay_near_those_of_the_plain_loop(plus, layout):
     """Nearer than the exact losses of neighbouring steps are to each other."""
     losses = run(step_of(plus, layout, gradient_clipping=0.53))[1]
@@ -189,17 +178,6 @@ def test_pipelines_have_all_parts():
     layout, mesh = Layout(3, 4, 4), jzero.make_mesh(pipe=2)
     losses, found = (run(step_of(plus, layout, mesh), 3)[1] for plus in ({}, {**QWZ, **QGZ, **hpz(2)}))
     assert 1e-6 < np.abs(np.subtract(found, losses)).max() < 1e-2
-
-
-def test_an_overflow_is_seen_through_the_codes():
-    step = step_of(
-        QGZ, Layout(3, 8, 1, unroll=False, precision="fp16"), fp16={"enabled": True, "initial_scale_power": 127}
-    )
-    _, metrics = step(step.init(jax.random.key(0)), batches("decoder")[0])
-    assert bool(metrics["skipped"])
-
-
-# ------------------------------------------------------------------------------------------- bytes, report
 
 
 @pytest.mark.parametrize("frozen", [(), ("^stack/w",)])
