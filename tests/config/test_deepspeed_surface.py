@@ -1,18 +1,14 @@
 """All of DeepSpeed's engine, `initialize` and `init_distributed`: each name works, or says what to write."""
 
 import argparse
-import datetime
 import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from flax import nnx
-from helpers.engines import FEATURES, UNIT, Net, assert_same, config, engine, parts, rows, three_calls
+from helpers.engines import Net, assert_same, config, engine, parts, three_calls
 from helpers.refusals import refuses
-from helpers.steps import mesh
 
 import jzero
 from jzero.run.deepspeed_names import READ
@@ -112,20 +108,6 @@ def test_a_batch_by_its_names():
     refuses(named.optimizer.zero_grad, r"zero_grad: 1 micro-batches wait for step\(\)")
 
 
-def test_inputs_by_their_names():
-    """With a criterion outside of the model the engine takes the inputs, here as a dict."""
-
-    class Linear(nnx.Linear):
-        def __call__(self, inputs):
-            return super().__call__(inputs["x"])
-
-    network = lambda rngs: Linear(FEATURES, 1, rngs=rngs)  # noqa: E731
-    model = dict(model=network, criterion=lambda outputs, labels: outputs.mean())
-    e, *_ = jzero.initialize(**model, config=config(), mesh=mesh())
-    x = rows(0, UNIT)["x"]
-    np.testing.assert_allclose(e(x=x), e({"x": x}))
-
-
 def test_initialize_without_names():
     words = r"initialize: 2 arguments without a name: write .*model=\.\.\., config="
     refuses(lambda: jzero.initialize(argparse.Namespace(), Net()), words)
@@ -149,7 +131,3 @@ def test_arguments_of_deepspeeds_init_distributed(given, words):
     text = refuses(lambda: jzero.init_distributed(**given))
     assert words in text
     assert ("unknown" in words) == ("unknown" in text)
-
-
-def test_a_timeout_of_torch():
-    jzero.init_distributed(timeout=datetime.timedelta(minutes=1))  # a single process does not wait
