@@ -61,21 +61,17 @@ def test_the_parts_of_a_program():
     assert set(parts("all-reduce|all-gather")) == {COLLECTIVES}
 
 
-def test_another_profile_is_running(tmp_path):
-    profile = Profile()
+def test_a_profile_that_fails_says_why(tmp_path, monkeypatch):
+    another, empty = Profile(), Profile()
     with jax.profiler.trace(str(tmp_path)):
-        profile.start()
-        profile.stop()
-    assert "profile" in profile.problem.lower()
-    assert profile.kernels == []
-
-
-def test_a_profile_without_kernels(monkeypatch):
-    profile = Profile()
+        another.start()
+        another.stop()
+    assert "profile" in another.problem.lower()
+    assert another.kernels == []
     monkeypatch.setattr(module, "_read", lambda file: [])
-    profile.start()
-    profile.stop()
-    assert profile.problem == "the profiler saw no kernels"
+    empty.start()
+    empty.stop()
+    assert empty.problem == "the profiler saw no kernels"
 
 
 # -------------------------------------------------------------------------------------------------- collectives
@@ -120,12 +116,8 @@ def test_bandwidth_is_that_of_nccl_tests():
         kernel("x", 5, 6, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)"), kernel("x", 0, 100, "gemm"),
         kernel("collective-permute-start.1", 7, 9, "ncclDevKernel_SendRecv(x)"), kernel("all_reduce.3", 10, 11, "x"),
     ]  # fmt: skip
-    assert module.collective_times(kernels) == {
-        "all-gather": 3,
-        "reduce-scatter": 1,
-        "all-reduce": 1,
-        "collective-permute": 2,
-    }
+    times = {"all-gather": 3, "reduce-scatter": 1, "all-reduce": 1, "collective-permute": 2}
+    assert module.collective_times(kernels) == times
     big = Collectives(tuple(row(r.kind, r.bytes * 10**6, r.group_size, loops=r.loops) for r in FOUND))
     wait = "(the time contains the wait for the slowest device)"
     assert communication(big, kernels=kernels).splitlines()[-4:] == [
