@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jzero
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,8 +38,3 @@ def test_import_starts_no_backend():
     assert "run" in ast.literal_eval(rooms)
     assert not ast.literal_eval(rooms) & {"deepspeed", "launcher", "recipes", "plots", "models"}
     assert started == "3 True"
-
-
-def test_public_names():
-    assert [name for name in jzero.__all__ if not hasattr(jzero, name)] == []
-    assert sorted(jzero.__all__) == jzero.__all__
