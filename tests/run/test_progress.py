@@ -206,19 +206,6 @@ def test_slow_work_has_a_line_whenever_its_time_has_doubled(monkeypatch, seconds
     assert lines(takes=47.0) == [*expected, "jzero: compiling the step: done after 47 s"]
 
 
-def test_work_that_ends_while_its_line_is_printed_has_no_error(monkeypatch, seconds, capsys):
-    class Emptied(list):
-        """The work that another thread ends after a look at it."""
-
-        def __bool__(self):
-            return True
-
-    monkeypatch.setattr(slow, "_open", Emptied())
-    seconds.takes = 6.0
-    slow._print(slow.SlowWork("saving", seconds.now), seconds.wait)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_the_innermost_work_is_named(monkeypatch):
     """Also after an exception; on process 0 alone; what has begun within five seconds has no name yet."""
     monkeypatch.setattr(slow, "FIRST", 0.0)
@@ -237,14 +224,6 @@ def test_the_innermost_work_is_named(monkeypatch):
     monkeypatch.setattr(slow, "backends_are_initialized", lambda: True)
     with slow.slow_work("saving"):
         assert slow.current() is None
-
-
-def test_the_cache_of_jax_is_named(monkeypatch):
-    config = SimpleNamespace(**dict.fromkeys((slow.ENABLED, slow.DIRECTORY), "/cache"))
-    monkeypatch.setattr(slow, "jax", SimpleNamespace(config=config))
-    assert slow.compiling("the step") == "compiling the step (cached for the next start)"
-    monkeypatch.setattr(config, slow.DIRECTORY, None)
-    assert slow.compiling("the step") == "compiling the step"
 
 
 GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")

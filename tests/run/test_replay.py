@@ -127,7 +127,6 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
     engine._observers.close()
     run = ledger.read(tmp_path / "run")
     assert [one["text"] in text for one in run.of("notice")] == [True]
-    assert [one["from"] for one in run.of("state")] == [None, "before step 1"]
     assert not run.steps
 
 

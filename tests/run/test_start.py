@@ -129,20 +129,6 @@ def test_gradients_have_their_true_scale_under_fp16():
     np.testing.assert_allclose(gradients["kernel"], expected["kernel"], rtol=2e-2, atol=2e-3)
 
 
-def test_parameters_may_be_numbers():
-    class Scale:
-        def init(self, rng):
-            return {"w": jnp.zeros(())}
-
-        def loss(self, params, batch, rng):
-            return jnp.mean(params["w"] * batch["x"])
-
-    step = jzero.make_train_step(Scale(), config(), mesh=mesh())
-    state = step.init(KEY, {"w": 2})
-    assert state.params["w"].dtype == jnp.float32
-    assert float(step.evaluate(state, BATCH)) == pytest.approx(2 * X.mean(), rel=1e-5)
-
-
 def test_gradients_may_return_the_state_that_moved():
     class Net(nnx.Module):
         def __init__(self, rngs):
