@@ -1,7 +1,11 @@
-"""DeepSpeed's and PyTorch's names on the engine: what can be read, what can be set, and what to write instead."""
+"""All names of DeepSpeed's engine and PyTorch's: what can be read, what can be set, and what to write instead."""
 
 import argparse
+import inspect
 import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +13,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.engines import ACCUM, MICRO, REPLICAS, TRAIN, assert_same, build, engine, parts, rows
+from helpers.engines import ACCUM, MICRO, REPLICAS, TRAIN, assert_same, build, engine, parts, rows, three_calls
 from helpers.refusals import refused, refuses
 from helpers.sampling import keep
 from helpers.steps import mesh
 
 import jzero
+from jzero.run.deepspeed_names import READ
 from jzero.step.setup import resolve
 from jzero.step.train_step import TrainStep
 
+# The public names of DeepSpeedEngine, PipelineEngine and DeepSpeedHybridEngine (0.19), a line each; arguments of
+# those with which a training loop passes some.
+LINES = (Path(__file__).parent / "deepspeed_engine.txt").read_text().splitlines()
+ARGUMENTS = {name: arguments for name, *arguments in map(str.split, LINES)}
+ATTRIBUTES = ["clip_grad_norm", "clip_grad_norm_", "dp_world_size", "mpu", "monitor", "timers", "checkpoint_engine"]
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 GROUPS = {**ADAM, "groups": [{"match": "^last/", "lr_scale": 0.5, "weight_decay": 0.3}]}
 
@@ -176,9 +186,8 @@ def test_what_the_engine_its_optimizer_and_its_scheduler_tell():
 
 
 @pytest.fixture(scope="module")
-def with_loss():
-    e = engine()
-    return e, e(parts(0)[0])
+def whole():
+    return engine()
 
 
 @pytest.mark.parametrize(
@@ -194,10 +203,17 @@ def with_loss():
         (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares).cuda(), "PipelineModule.cuda(): leave"),
         (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares, topology=1), "topology=...): pass num_st"),
         (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares, layer=1), "layer=...): unknown"),
+        (lambda e, loss: jzero.initialize(None, Net), "initialize: 2 arguments without a name: write "),
+        (lambda e, loss: jzero.initialize(config={}), "initialize: model is missing"),
+        (lambda e, loss: jzero.init_distributed(dist_backend="nccl"), "(dist_backend=...): leave it out: JAX"),
+        (lambda e, loss: jzero.init_distributed(timeout="nccl"), "(dist_backend=...): leave it out: JAX"),
+        (lambda e, loss: jzero.init_distributed(timeout=-1), "timeout = -1: must be a positive number of seconds"),
+        (lambda e, loss: jzero.init_distributed(init_method=1), "init_distributed(init_method=...): "),
+        (lambda e, loss: jzero.init_distributed(backend="nccl"), "unknown argument"),
     ],
 )
-def test_what_has_no_meaning_says_what_to_write(with_loss, call, words):
-    text = refuses(lambda: call(*with_loss))
+def test_what_has_no_meaning_says_what_to_write(whole, call, words):
+    text = refuses(lambda: call(whole, whole(parts(0)[0])))
     assert words in text
     assert "\n" not in text
 
@@ -242,3 +258,86 @@ def test_config_arguments(tmp_path):
     for args in (parser.parse_args([]), None, argparse.Namespace()):
         words = r"config: none given; pass config=.*--deepspeed_config FILE"
         refuses(lambda args=args: jzero.initialize(args=args, model=Net), words)
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, *ATTRIBUTES])
+def test_every_name_of_deepspeeds_engine(whole, name):
+    """It is there and takes DeepSpeed's arguments; or it is an AttributeError that says what to write."""
+    if not hasattr(whole, name):
+        with pytest.raises(AttributeError) as error:
+            getattr(whole, name)
+        assert isinstance(error.value, jzero.ConfigError)
+        assert re.fullmatch(rf"engine.{name}: .*\b(leave it out|write|read|pass)\b.*", str(error.value))
+        return
+    arguments = ARGUMENTS.get(name)
+    parameters = inspect.signature(getattr(whole, name)).parameters if arguments else {}
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    for argument in arguments or ():
+        if argument not in parameters:
+            with pytest.raises(jzero.ConfigError, match=r": .*\b(leave it out|write|read|pass)\b"):
+                getattr(whole, name)(*map(id, required), **{argument: object()})
+
+
+def test_a_name_that_deepspeed_does_not_have(whole):
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'") as error:
+        whole.nonsense  # noqa: B018
+    assert not isinstance(error.value, jzero.ConfigError)
+
+
+def read(**given):
+    """Return what the engine's methods return of a config."""
+    holder = SimpleNamespace(config=jzero.Config.load(given))
+    return {name: function(holder) for name, function in READ.items()}
+
+
+def test_what_reads_the_config(whole):
+    found = read(
+        zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}, bf16={"enabled": True},
+        optimizer={"type": "AdamW", "params": {"lr": 0.01}}, gradient_clipping=0.5, flops_profiler={"profile_step": 7},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    )  # fmt: skip
+    expected = {
+        "bfloat16_enabled": True, "fp16_enabled": False, "amp_enabled": False, "dynamic_loss_scale": True,
+        "initial_dynamic_scale": 2**16, "zero_optimization": True, "zero_optimization_partition_gradients": True,
+        "zero_optimization_partition_weights": True, "zero_param_persistence_threshold": 0, "zero_cpu_offload": False,
+        "gradient_clipping": 0.5, "steps_per_print": None, "flops_profiler_profile_step": 7, "autotp_size": 0,
+        "optimizer_name": "AdamW", "optimizer_params": {"lr": 0.01}, "managed_gradient_accumulation": True,
+        "scheduler_name": "WarmupLR", "scheduler_params": {"warmup_num_steps": 3},
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    replaced = {
+        "amp_enabled": {"amp": {"enabled": True}},
+        "torch_autocast_enabled": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        **{name: {name: True} for name in ("dump_state", "graph_harvesting")},
+        "sparse_gradients_enabled": {"sparse_gradients": True},
+    }
+    for name, given in replaced.items():
+        found = read(**given)
+        assert [other for other in replaced if found[other]] == [name]
+
+
+def test_a_batch_by_its_names():
+    """Hugging Face's line, `engine(**batch)`, and `zero_grad`, which has nothing to do."""
+    named, plain_loop = engine(), engine()
+    named.zero_grad()
+    for part in parts(0):
+        loss = named(**part)
+        assert not hasattr(loss, "loss")
+        named.backward(loss)
+        named.step()
+        if named.global_steps:
+            named.optimizer.zero_grad()
+    three_calls(plain_loop, parts(0))
+    assert_same(named.state.params, plain_loop.state.params)
+    part = parts(1)[0]
+    one, both = r"a micro-batch is one argument: engine\(batch\) or engine\(\*\*batch", {"batch": part, "data_iter": []}
+    for call, words in (
+        (lambda: named(), one),
+        (lambda: named(part["x"], part["y"]), one),
+        (lambda: named(part, mask=part["mask"]), one),
+        (lambda: named.eval_batch(), "eval_batch: pass one of batch and data_iter"),
+        (lambda: named.eval_batch(**both), "eval_batch: pass one of batch and data_iter"),
+    ):
+        refuses(call, words)
+    named.backward(named(part))
+    refuses(named.optimizer.zero_grad, r"zero_grad: 1 micro-batches wait for step\(\)")

@@ -54,28 +54,6 @@ def matmuls(jaxpr):
                 yield from matmuls(inner)
 
 
-def test_lines_are_measured_once(tmp_path, monkeypatch, capsys):
-    """A second command goes on where the first ended; the table has the best of PyTorch by jzero."""
-    took, ran = {"jzero": 0.1, "torch": 0.12, "torch-tuned": 0.11}, []
-
-    def line(name, runner, options, seconds):
-        ran.append((name, runner))
-        found = {"step_s": took[runner], "peak_gib": 2.5} if runner in took else {"failed": "exit status 1"}
-        return {"case": name, "runner": runner, **found}
-
-    monkeypatch.setattr(first, "line", line)
-    out = tmp_path / "first.jsonl"
-    command = ["--case", "vit", "--out", str(out)]
-    first.main([*command, "--minutes", "0"])
-    assert ran == []
-    first.main([*command, "--runner", "jzero"])
-    first.main(command)
-    assert ran == [("vit", runner) for runner in first.RUNNERS]
-    assert len(out.read_text().splitlines()) == 4
-    row = "| vit | 100.0 (2.5) | exit status 1 | 120.0 (2.5) | 110.0 (2.5) | 1.100 |"
-    assert row in capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.slow
 def test_the_command():
     found = first.line("unet", "jzero", ["--tiny"], 300)

@@ -1,11 +1,14 @@
 """Imports between jzero's modules point one way, from the rooms that know much to those that know little.
 
-The source is read, not run, so that imports inside functions and under TYPE_CHECKING count too.
+The source is read, so that imports inside functions and under TYPE_CHECKING count too.
 """
 
 import ast
 import graphlib
+import os
 import re
+import subprocess
+import sys
 
 from test_house import LIBRARY, imported, rooms, sources
 
@@ -74,3 +77,34 @@ def is_private(name):
 def test_private_names_are_in_compat_alone():
     found = {name: names for name, (_, _, tree) in sources().items() if (names := private_names(tree))}
     assert found.keys() == {"jzero._compat"}
+
+
+# ---------------------------------------------------------------- what an import runs
+
+PROGRAM = """
+import sys
+import jzero
+
+jzero.initialize
+print({name.split(".")[1] for name in sys.modules if name.startswith("jzero.")})
+import jzero.config, jzero.planner, models.llama, models.mlp
+import jax
+from jax._src import xla_bridge
+
+assert not xla_bridge.backends_are_initialized()
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+print(jax.device_count(), xla_bridge.backends_are_initialized())
+"""
+
+
+def test_import_starts_no_backend():
+    """A process can still fork or configure its devices; rooms that a run does not need make its start longer."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environment["PYTHONPATH"], command = str(LIBRARY.parent), [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found, started = done.stdout.splitlines()
+    assert "run" in ast.literal_eval(found)
+    assert not ast.literal_eval(found) & {"deepspeed", "launcher", "recipes", "plots", "models"}
+    assert started == "3 True"

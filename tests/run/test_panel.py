@@ -212,16 +212,14 @@ def test_where_a_panel_is_shown(monkeypatch):
 def test_a_notebook_has_one_output_that_changes(monkeypatch):
     shell, shown = SimpleNamespace(kernel=1, execution_count=3), []
     handle = SimpleNamespace(update=shown.append)
-    ipython = SimpleNamespace(display=lambda x, display_id: shown.append(x) or handle)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", ipython)
+    ipython = SimpleNamespace(get_ipython=lambda: shell, display=lambda x, display_id: shown.append(x) or handle)
+    for name in ("IPython", "IPython.display"):
+        monkeypatch.setitem(sys.modules, name, ipython)
     display = live.Notebook(lambda: len(shown))
     display.refresh()
-    assert shown == [0, 1]
-    assert not display.is_left()
+    assert (shown, display.is_left()) == ([0, 1], False)
     shell.execution_count = 4
     assert display.is_left()
-    assert "text/html" in draw_panel(FACTS)._repr_mimebundle_(["text/html"], [])
 
 
 IN_A_TERMINAL = """

@@ -53,31 +53,11 @@ def table_of(text, title):
     return {first: rest for first, *rest in cells}
 
 
-def test_head_and_layout():
-    _, text = report_of(llama(), data=2)
-    head = " ".join(section(text, "jzero run report"))
-    for words in (
-        "LlamaConfig(num_layers=3, d_model=64",
-        "8 x cpu = pipe 1 x data 2 x zero 4",
-        "64 = 4 per device x 2 accumulation x 8 replicas (train_batch_size = 64: inferred)",
-        "bf16: masters float32, gradients reduced in bfloat16 and accumulated in float32",
-    ):
-        assert words in head
-    layout = table_of(text, "Layout")
-    assert layout["stack/attention/*"] == ["2", f"{3 * (64 * 128 + 64 * 64):,}", "P(None, 'zero')"]
-    assert layout["stack/mlp_norm/scale"] == ["1", "192", "P()", "replicated"]
-    assert layout["total"] == ["9", f"{TINY.num_parameters:,}"]
-    assert any("under stage3_param_persistence_threshold 100: 3 leaves, 448 elements" in line
-               for line in section(text, "In effect"))  # fmt: skip
-    assert section(text, "Fallbacks") == section(text, "Replaced keys") == []
-
-
 @pytest.mark.parametrize(
     ("model", "stage", "says"),
     [
         (mlp, 0, "parameters replicated, gradients all-reduced once a step"),
         (mlp, 1, "parameters gathered once a step, gradients reduce-scattered once a step"),
-        (mlp, 2, "parameters gathered once a step, gradients reduce-scattered every micro-batch"),
         (mlp, 3, "parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
         (llama, 3, "parameters gathered layer by layer, gradients reduce-scattered every micro-batch"),
     ],
@@ -93,9 +73,7 @@ def test_stage_and_model_state(model, stage, says):
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
 FULL = {"policy": "full"}
 DEFAULTS = [
-    r"gradient_clipping 1: by global norm",
-    r"a step whose gradient is not finite is skipped",
-    r"optimizer Adam: lr 0.001",
+    r"under stage3_param_persistence_threshold 100: 3 leaves, 448 elements",
     r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
     r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
     r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
