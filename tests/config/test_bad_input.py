@@ -49,6 +49,7 @@ def test_a_mesh_that_is_not_the_configs():
     shards = {"zero_optimization": {"stage": 3, "mics_shard_size": 3}}
     refused(lambda: jzero.make_mesh(data=4, zero=4), "mesh.data", "= 16", "the number of devices, 8", "mesh.data = 2")
     refused(lambda: jzero.make_mesh(zero="4"), 'mesh.zero = "4"', "-1 or a positive integer", "without quotes")
+    refused(lambda: jzero.make_mesh(data=-1), "mesh.data = -1", "mesh.zero = -1", "one axis only")
     refused(lambda: jzero.make_mesh({"mesh": {"data": 2}}, data=2), "not both", "'data': 2")
     refused(lambda: jzero.make_mesh(shards), "mics_shard_size = 3", "the number of devices, 8")
     refused(lambda: make({"mesh": {"data": 2}}, mesh=jzero.make_mesh()), "mesh.data", "2", "data 1")

@@ -27,6 +27,7 @@ def test_every_source_gives_the_same_config(tmp_path):
         assert Config.load(source) == expected
     assert Config.load(expected) is expected
     assert pickle.loads(pickle.dumps(expected)) == expected
+    assert eval(repr(expected), vars(config_module)).model_dump() == expected.model_dump()
 
 
 @pytest.mark.parametrize(

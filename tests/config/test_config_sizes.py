@@ -150,3 +150,6 @@ def test_no_size():
     refuses(lambda: Config.load({ACCUM: 3}).batch(2), f"{ACCUM} = 3 alone")
     refuses(lambda: Config.load({TRAIN: 1}).batch(0), "replicas = 0")
     refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
+    refuses(
+        lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), "to simulate 8 devices on a CPU, begin with jax"
+    )

@@ -197,6 +197,7 @@ def whole():
         (lambda e, loss: loss.loss, "loss.loss: leave it out: engine"),
         (lambda e, loss: e.optimizer.step(), "Optimizer.step(): write engine.step()"),
         (lambda e, loss: e.lr_scheduler.step(), "LRScheduler.step(): leave it out: engine.step() advances"),
+        (lambda e, loss: e.optimizer.param_groups[0].update(lr=1), "read-only; write engine.set_lr(...)"),
         (lambda e, loss: e.module.parameters(), "Module.parameters(): read engine.state.params"),
         (lambda e, loss: e.loss_scale(), "engine.loss_scale(): write engine.loss_scale, without parentheses"),
         (lambda e, loss: jzero.from_flax(Net, criterion=squares).parameters(), "leave out model_parameters"),
@@ -305,6 +306,7 @@ def test_what_reads_the_config(whole):
         "scheduler_name": "WarmupLR", "scheduler_params": {"warmup_num_steps": 3},
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
+    assert whole.zero_optimization_partition_gradients() is not whole.zero_optimization_partition_weights() is False
     replaced = {
         "amp_enabled": {"amp": {"enabled": True}},
         "torch_autocast_enabled": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},

@@ -83,6 +83,7 @@ def test_unknown_key(path, advice):
     [
         ({"fp16": ON, "bf16": ON}, ["fp16.enabled = true and bf16.enabled = true", "only one", "remove"]),
         ({"bf16": {"bf16_optimizer_states": True}}, ["needs bf16.bf16_master_weights_and_grads"]),
+        ({"mesh": {"data": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only", "default of mesh.zero"]),
         (CLIP, ["optimizer.params.max_grad_norm = 1.0", '"gradient_clipping"', "top level"]),
         ({"activation_checkpointing": {"policy": "none", "cpu_checkpointing": True}}, ["= true", 'policy "full"']),
         ({"zero_optimization": {"cpu_offload": False, "offload_optimizer": {"device": "none"}}},

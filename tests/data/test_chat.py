@@ -155,6 +155,8 @@ def test_a_template_that_rewrites_earlier_turns():
         ([turns("only a question")], {}, "to train on: 1 of 1 have no token .* the roles are user: must"),
         ("chats.jsonl", {}, "'chats.jsonl' is no file: give the path of a JSONL file"),
         ([{"conversations": CHATS[0]}], {}, r"dataset\[0\]: no column 'messages': the sample has conversations; dat"),
+        ([{"text": "hello"}], {}, r"no column 'messages': the sample has text$"),
+        ([[{"from": "human"}]], {}, r"messages contains \{'from': 'human'\}: must be"),
         ([{"messages": "hello"}], {}, r"messages is 'hello': must be a list of \{\"role\""),
         ([{"messages": CHATS[0], "tools": "no json"}], {}, "column 'tools' is a text that is no JSON"),
         ([turns("a", "b", system="c")], {}, r"dataset\[0\]: the chat template refuses the messages: .*must alternate"),
@@ -190,12 +192,16 @@ def test_an_error_has_the_call_that_makes_messages(sample, asked):
     assert pieces(Chat(mapped, tokenizer, length=99)) == pieces(Chat([turns(asked, "hi")], tokenizer, length=99))
 
 
-def test_tokenizers_that_do_not_fit():
+def test_tokenizers_that_do_not_fit(monkeypatch):
+    """Without jinja2 the error is that of `transformers`."""
     refuses(lambda: Chat(CHATS, "Qwen3-8B", length=99), "tokenizer is str: must be a fast tokenizer of transformers")
     tokenizer = make_tokenizer(None)
     refuses(lambda: Chat(CHATS, tokenizer, length=99), r"chat_template")
     tokenizer.eos_token = None
     refuses(lambda: Pairs([{"prompt": "x", "chosen": "y", "rejected": "z"}], tokenizer, length=9), "eos_token is None")
+    monkeypatch.setattr("transformers.utils.chat_template_utils.is_jinja_available", lambda: False)
+    with pytest.raises(ImportError, match="pip install jinja2"):
+        Chat(CHATS, make_tokenizer(TEMPLATES["chatml"] + "{# not in the cache of transformers #}"), length=99)
 
 
 PROMPT = turns("one", "two", "three")

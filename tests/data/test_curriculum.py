@@ -44,6 +44,7 @@ def deepspeed(low, high, kind, config):
     ("low", "high", "kind", "config"),
     [
         (10, 1000, "fixed_linear", {"total_curriculum_step": 77, "difficulty_step": 7}),
+        (64, 64, "fixed_linear", {"total_curriculum_step": 10, "difficulty_step": 48}),
         (9, 100, "fixed_root", {"total_curriculum_step": 31, "difficulty_step": 1, "root_degree": 3}),
         (16, 128, "fixed_root", {"total_curriculum_step": 50, "difficulty_step": 16, "root_degree": 0.5}),
         (1, 3, "fixed_discrete", {"difficulty": [1, 2, 3], "max_step": [5, 10]}),

@@ -81,6 +81,7 @@ def test_a_token_file_is_packed(tmp_path):
     with pytest.raises(jzero.ConfigError, match=r"end = 0: the note stored with .*t\.npy has end = 256; omit"):
         Packed(tmp_path / "t.npy", 16, end=0)
     open_ended = Packed(np.array([1, 2, 0, 3, 4]), 4, end=0)  # the last has no end token
+    assert repr(open_ended) == "Packed(2 documents in 2 rows of 4, 62.5% filled)"
     assert sorted(unpacked(open_ended.rows(np.arange(len(open_ended))))) == [([1, 2, 0], [2, 0, -1]), ([3, 4], [4, -1])]
 
 

@@ -88,6 +88,7 @@ def test_documents_of_every_form(kind, tmp_path):
         (["a", {"text": 3}], r"texts\[1\]: column 'text' is int: must be a string"),
         (["a", b"b"], r"texts\[1\]: no column 'text': the sample is bytes"),
         ({"train": ["a"]}, "is a mapping with train: pass one split"),
+        (3, "is int: must be a list of samples"),
     ],
 )
 def test_what_contains_no_documents(texts, words, tmp_path):

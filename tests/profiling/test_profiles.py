@@ -121,6 +121,7 @@ A_FIRST = r"profiler.steps = .*must be a list of the first and the last step"
 @pytest.mark.parametrize(
     ("section", "given", "words"),
     [
+        ("profiler", {"steps": [1]}, A_FIRST),
         ("profiler", {"steps": [3, 2]}, f"{A_FIRST}.*the last is before the first"),
         ("flops_profiler", {"module_depth": -2}, "module_depth = -2: must be an integer >= -1"),
         ("comms_logger", {"prof_ops": ["barrier"]}, "comms_logger.prof_ops = .*a list of all_reduce.*'barrier' is"),

@@ -122,6 +122,8 @@ def test_the_loss_of_a_micro_batch():
         early.step()
         losses += three_calls(late, [micro_batch])
     np.testing.assert_allclose([x.item() for x in losses], values, rtol=1e-6)
+    assert np.asarray(losses[0]) == losses[0].item()
+    assert not hasattr(losses[0], "_a_protocol_of_copies")
     assert len(set(values)) == ACCUM
     assert_same(early.state.params, late.state.params)
 

@@ -216,11 +216,12 @@ def work(directory, monkeypatch, steps):
         return trace if "jzero" in frame.f_code.co_filename else None
 
     monkeypatch.setattr(np, "concatenate", concatenate)
+    before = sys.gettrace()
     sys.settrace(trace)
     try:
         found = history.read_run(many_starts)
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
         monkeypatch.undo()
     assert found.last.step == steps + 2
     assert len(found.restarts) == steps // 10 - 1
