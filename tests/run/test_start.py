@@ -116,8 +116,6 @@ def test_gradients_are_those_of_one_device(stage, pipe):
     found = step.gradients(dataclasses.replace(state, params=up), BATCH)[0]["ends"]["first"]["kernel"]
     there = gradient_of(jax.device_get(up), BATCH)[1]["ends"]["first"]["kernel"]
     np.testing.assert_allclose(found, there, rtol=1e-5, atol=1e-6)  # at any parameters
-    _, stepped = step(state, BATCH)  # the state is still alive
-    assert float(stepped["grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
 
 
 def test_gradients_have_their_true_scale_under_fp16():
