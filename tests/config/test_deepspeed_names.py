@@ -306,7 +306,7 @@ def test_what_reads_the_config(whole):
         "scheduler_name": "WarmupLR", "scheduler_params": {"warmup_num_steps": 3},
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
-    assert whole.zero_optimization_partition_gradients() is not whole.zero_optimization_partition_weights() is False
+    assert (whole.zero_optimization_partition_gradients(), whole.zero_optimization_partition_weights()) == (True, False)
     replaced = {
         "amp_enabled": {"amp": {"enabled": True}},
         "torch_autocast_enabled": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
@@ -332,14 +332,9 @@ def test_a_batch_by_its_names():
     three_calls(plain_loop, parts(0))
     assert_same(named.state.params, plain_loop.state.params)
     part = parts(1)[0]
-    one, both = r"a micro-batch is one argument: engine\(batch\) or engine\(\*\*batch", {"batch": part, "data_iter": []}
-    for call, words in (
-        (lambda: named(), one),
-        (lambda: named(part["x"], part["y"]), one),
-        (lambda: named(part, mask=part["mask"]), one),
-        (lambda: named.eval_batch(), "eval_batch: pass one of batch and data_iter"),
-        (lambda: named.eval_batch(**both), "eval_batch: pass one of batch and data_iter"),
-    ):
-        refuses(call, words)
+    for call in (named, lambda: named(part["x"], part["y"]), lambda: named(part, mask=part["mask"])):
+        refuses(call, r"a micro-batch is one argument: engine\(batch\) or engine\(\*\*batch")
+    for given in ({}, {"batch": part, "data_iter": []}):
+        refuses(lambda given=given: named.eval_batch(**given), "eval_batch: pass one of batch and data_iter")
     named.backward(named(part))
     refuses(named.optimizer.zero_grad, r"zero_grad: 1 micro-batches wait for step\(\)")

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers.engines import build
+from helpers.engines import Net, config
+from helpers.steps import mesh
 from rich.console import Console
 
+import jzero
 from jzero.display import live, slow_work
 from jzero.run import panel as panel_module
 from jzero.run.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
@@ -73,7 +75,7 @@ def test_a_panel_reads_its_run(monkeypatch):
     stats = {"bytes_in_use": 1, "peak_bytes_in_use": 5, "bytes_limit": 9}
     devices = [SimpleNamespace(memory_stats=lambda peak=n: stats | {"peak_bytes_in_use": peak}) for n in (4, 5)]
     schedule = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 40, "warmup_num_steps": 5}}}
-    step = build(more=schedule)[0].step_fn
+    step = jzero.make_train_step(Net(), config(**schedule), mesh=mesh())
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     finished, clock = CompletedSteps(), Clock()
     clock.total = {START: 5.0, DATA: 1.0, DEVICE: 3.0}
