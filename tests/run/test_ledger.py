@@ -14,6 +14,7 @@ from helpers.resuming import no_signal_handler  # noqa: F401
 
 import jzero
 from jzero import ledger
+from jzero.distributed import last_words
 from jzero.ledger import writer
 from jzero.ledger.goodput import goodput
 from jzero.ledger.read import chunks_of
@@ -363,3 +364,9 @@ def test_times_by_hand(rule):
     records, wall, of_steps, lost = CASES[rule]
     found = goodput(records)
     assert (found.wall, found.steps, found.lost) == (wall, of_steps, lost)
+
+
+def test_nothing_to_count():
+    assert str(goodput([])) == "goodput 0.0% of 0.0 s"
+    for environment in ({last_words.OUTAGES: "[[1]]"}, {last_words.OUTAGES: "{"}):  # of another program
+        assert last_words.read_outages(environment) == []

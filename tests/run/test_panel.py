@@ -190,6 +190,28 @@ def test_a_display_that_fails_leaves_the_run_alone(late, panel, capsys, monkeypa
     assert capsys.readouterr().err == "jzero: no panel any more: closed\n"
 
 
+def test_a_terminal_that_closes_gives_the_streams_back(monkeypatch):
+    """A bar that keeps the stream of a display writes past it afterwards."""
+
+    class Closing(io.StringIO):
+        def flush(self):
+            if self.closed:
+                raise OSError("closed")
+
+    errors, terminal = io.StringIO(), Closing()
+    monkeypatch.setattr(sys, "stderr", errors)
+    display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
+    kept = sys.stderr
+    kept.write("a line that has not ended")
+    terminal.close()
+    with pytest.raises((OSError, ValueError)):
+        display.stop(keep=False)
+    assert sys.stderr is errors
+    assert not display._live.is_started
+    kept.write("\r 50%")
+    assert errors.getvalue() == "\r 50%"
+
+
 def test_where_a_panel_is_shown(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

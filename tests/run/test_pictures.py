@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.pictures import drawing, html
-from jzero.planner import bytes_by_stage
+from jzero.planner import bytes_by_stage, gpu_devices
 
 pytest.importorskip("matplotlib")
 WIDTH, CLASSES = 64, 16
@@ -57,6 +57,14 @@ def test_a_mesh_shows_every_device_once():
     assert [len(colours) for colours in shards] == [1, 1]
     assert shards[0] != shards[1]
     assert {"pipe 0", "pipe 1", "data 0", "data 1", "zero 0", "zero 1"} <= set(texts)
+
+
+def test_a_large_mesh_shows_its_ends():
+    figure = jzero.pictures.draw_mesh(jzero.make_mesh(pipe=4, data=16, zero=8, devices=gpu_devices("h100", 512)))
+    texts = _devices(text.get_text() for text in figure.axes[0].texts)
+    assert len(texts) == 4 * 2 * 8  # data 0 and data 15
+    assert (texts[0], texts[-1]) == ("device 0", "device 511\nprocess 63")
+    assert figure.axes[0].get_title(loc="left").endswith(" = pipe 4 x data 16 x zero 8")
 
 
 SHARDED = [((8, 16), P("zero", "data")), ((2, 8, 4), P("data", None, "zero")), ((32,), P(("data", "zero"))), ((), P())]
@@ -129,6 +137,7 @@ def test_an_engine_shows_mesh_batch_and_report():
     assert ["batch", "32 = 2 per device × 2 accumulation × 8 replicas"] in rows
     assert ["data 1", *(f"device {d.id}" for d in engine.mesh.devices[0, 1].flat)] in rows
     assert "jzero run report" in page
+    assert ["kernel", "64×16", "float32"] in Page(linear()._repr_html_()).rows  # a model alone
     assert "8 x cpu = data 2 x zero 4" in page
 
 
