@@ -18,7 +18,6 @@ CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr":
 IMAGES, LABELS = np.zeros((16, 784), np.float32), np.zeros(16, np.int32)
 FULL_BATCH = "train_batch_size 16 = micro-batch 2 x accumulation 1 x 8 replicas"
 MODEL = jzero.from_flax(MLP, cross_entropy)
-NO_BATCH_SIZE = {"train_batch_size": None}
 
 
 def make(changes=None, *, model=MODEL, mesh=None, optimizer=None):
@@ -46,21 +45,11 @@ def test_numbers_of_another_byte_order_are_refused():
             step(state, other)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "parts"),
-    [
-        ({"data": 4, "zero": 4}, ["mesh.data", "mesh.zero", "= 16", "the number of devices, 8", "mesh.data = 2"]),
-        ({"zero": "4"}, ['mesh.zero = "4"', "-1 or a positive integer", "without quotes"]),
-        ({"data": -1}, ["mesh.data = -1", "mesh.zero = -1", "one axis only"]),
-    ],
-)
-def test_mesh_that_does_not_fit(degrees, parts):
-    refused(lambda: jzero.make_mesh(**degrees), *parts)
-    refused(lambda: make({"mesh": degrees}), *parts)
-
-
 def test_a_mesh_that_is_not_the_configs():
     shards = {"zero_optimization": {"stage": 3, "mics_shard_size": 3}}
+    refused(lambda: jzero.make_mesh(data=4, zero=4), "mesh.data", "= 16", "the number of devices, 8", "mesh.data = 2")
+    refused(lambda: jzero.make_mesh(zero="4"), 'mesh.zero = "4"', "-1 or a positive integer", "without quotes")
+    refused(lambda: jzero.make_mesh(data=-1), "mesh.data = -1", "mesh.zero = -1", "one axis only")
     refused(lambda: jzero.make_mesh({"mesh": {"data": 2}}, data=2), "not both", "'data': 2")
     refused(lambda: jzero.make_mesh(shards), "mics_shard_size = 3", "the number of devices, 8")
     refused(lambda: make({"mesh": {"data": 2}}, mesh=jzero.make_mesh()), "mesh.data", "2", "data 1")
@@ -95,22 +84,14 @@ PROTOCOL = ["init(rng)", "loss(params, batch, rng)", "jzero.from_flax"]
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
-        (lambda: make({"train_batch_size": 12}), ["train_batch_size = 12", "8 replicas", "nearest valid", "8 or 16"]),
-        (lambda: make(NO_BATCH_SIZE), ["no batch size", "train_batch_size or train_micro_batch_size_per_gpu"]),
+        (lambda: make({"train_batch_size": None}), ["no batch size", "train_batch_size or train_micro_batch_size_per"]),
         (lambda: make({"frozen_parameters": [".*"]}), ["frozen_parameters", "every parameter is frozen"]),
         (lambda: make({"frozen_parameters": ["fc9", "fc1"]}), ["frozen_parameters: ['fc9'] match no", "fc1/kernel"]),
-        (lambda: make({"trainable_parameters": []}), ["trainable_parameters = []: every parameter is frozen"]),
         (lambda: make({"trainable_parameters": ["fc9", "fc1"]}), ["trainable_parameters: ['fc9'] match", "fc1/kernel"]),
         (lambda: make({"trainable_parameters": ["fc1"], "frozen_parameters": ["1"]}),
             ["['fc1'], frozen_parameters = ['1']: every"]),
         (lambda: make({"optimizer": None}), ["optimizer: none given", '"type": "AdamW"', "optimizer=optax.adamw"]),
-        (lambda: make({"train_batch_size": "16", "zero_optimization": {"stage": 4}}), ['_size = "16"', "stage = 4"]),
-        (lambda: make(optimizer="adam"), ["'adam'", "optax.GradientTransformation"]),
         (lambda: jzero.make_train_step(MODEL, None), ["config = null", "a dict", "NoneType"]),
-        (lambda: jzero.make_train_step(MODEL, "nowhere.json"), ['"nowhere.json"', "no such file"]),
-        (lambda: jzero.initialize(model=MODEL, config=CONFIG, resume=7), ["resume = 7", "must be a directory"]),
-        (lambda: jzero.initialize(model=MODEL, config=CONFIG, training_data=(IMAGES, LABELS[:9])),
-            ["training_data", "[9, 16]"]),
         (lambda: make(model=object()), ["model is object", *PROTOCOL]),
         (lambda: make(model=OnlyInit()), ["model is OnlyInit", *PROTOCOL]),
         (lambda: make(model=NETWORK), ["model is MLP", *PROTOCOL]),
@@ -127,20 +108,13 @@ def test_what_makes_no_step(call, parts):
     refused(call, *parts)
 
 
-@pytest.mark.parametrize(
-    ("batch", "parts"),
-    [
+def test_batch_that_does_not_divide(step):
+    for batch, parts in (
         ((IMAGES[:15], LABELS[:15]), ["'0'", "(15, 784)", "must be 16", FULL_BATCH]),
-        ((IMAGES, LABELS[:8]), ["'1'", "(8,)", "must be 16", FULL_BATCH]),
         ({"x": {"y": IMAGES[:0]}}, ["'x/y'", "(0, 784)", "must be 16", FULL_BATCH]),
-        ([1, 2], ["'0'", "shape ()", "must be 16"]),
-        (None, ["batch", "no arrays"]),
-    ],
-    ids=["15-rows", "leaves-disagree", "no-rows", "list-of-numbers", "none"],
-)
-def test_batch_that_does_not_divide(step, batch, parts):
-    refused(lambda: step(None, batch), *parts)
-    refused(lambda: step.lower(batch), *parts)
+    ):
+        refused(lambda batch=batch: step(None, batch), *parts)
+        refused(lambda batch=batch: step.lower(batch), *parts)
 
 
 @pytest.mark.parametrize(
@@ -174,16 +148,14 @@ def test_values_that_32_bits_hold(step):
         np.testing.assert_array_equal(step.place(x), x.astype(dtype.replace("64", "32")))
 
 
-STRINGS = {
-    "strings": np.array(["a"] * 16), "bytes": np.array([b"a"] * 16), "objects": np.array([object()] * 16),
-    "dates": np.array(["2026-01-01"] * 16, "datetime64[D]"), "one": "abc",
-}  # fmt: skip
+STRINGS = np.array(["a"] * 16)
+DATES = np.array(["2026-01-01"] * 16, "datetime64[D]")
 
 
-@pytest.mark.parametrize("kind", STRINGS)
-def test_a_leaf_that_is_no_number(step, kind):
+@pytest.mark.parametrize("leaf", [STRINGS, np.array([object()] * 16), DATES, "abc"])
+def test_a_leaf_that_is_no_number(step, leaf):
     """JAX's own TypeError does not name the leaf."""
-    batch = {"images": IMAGES, "ids": {"text": STRINGS[kind]}}
+    batch = {"images": IMAGES, "ids": {"text": leaf}}
     for call in (lambda: step(None, batch), lambda: step.evaluate(None, batch), lambda: step.place_micro_batch(batch)):
         refused(call, "'ids/text'", "leaves are arrays of numbers", "leave it out, or")
 
@@ -193,8 +165,7 @@ def test_what_an_engine_refuses(engine, tmp_path, monkeypatch):
     whole = IMAGES, LABELS
     refused(lambda: engine.train_batch(whole, data_iter=iter([whole])), "a batch and a data_iter")
     refused(lambda: engine.train_batch(whole, extra={"t": np.array(["a"])}), "extra: leaf 't' has dtype str")
-    refused(lambda: engine.predict((IMAGES, STRINGS["strings"])), "'1'", "dtype str")
-    refused(lambda: engine.step_fn.evaluate(None, (IMAGES[:9], LABELS[:9])), "(9, 784)", "multiple of 16")
+    refused(lambda: engine.predict((IMAGES, STRINGS)), "'1'", "dtype str")
     for size in ("16", None, [16], 16.0, True, -16, 20):
         words = f"train_batch_size = {size!r}", "must be a multiple of"
         refused(lambda size=size: engine.set_train_batch_size(size), *words)
@@ -209,8 +180,8 @@ def test_what_an_engine_refuses(engine, tmp_path, monkeypatch):
 
 
 def test_training_data_smaller_than_a_batch_is_reported_once(capsys):
-    for data, times in (((IMAGES[:3], LABELS[:3]), 1), ((IMAGES, LABELS), 0)):
-        jzero.initialize(model=MODEL, config=CONFIG, training_data=data)
-        said = capsys.readouterr()
-        words = "3 samples are fewer than train_batch_size 16: a step repeats some"
-        assert (said.out + said.err).count(words) == (said.out + said.err).count("fewer than") == times
+    jzero.initialize(model=MODEL, config=CONFIG, training_data=(IMAGES[:3], LABELS[:3]))
+    said = "".join(capsys.readouterr())
+    assert (
+        said.count("3 samples are fewer than train_batch_size 16: a step repeats some") == said.count("fewer than") == 1
+    )

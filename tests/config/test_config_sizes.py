@@ -3,7 +3,7 @@
 import pytest
 from helpers.configs import nest, problem
 from helpers.refusals import refuses
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jzero.config import Config
@@ -13,6 +13,7 @@ sizes = st.integers(1, 64)
 TRAIN, MICRO, ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
+@settings(max_examples=40)
 @given(sizes, sizes, sizes, st.sets(st.sampled_from([TRAIN, MICRO, ACCUM]), min_size=1).filter(lambda x: x != {ACCUM}))
 def test_consistent_sizes_give_the_rest(micro, accum, replicas, kept):
     """One size alone means one accumulation step."""
@@ -23,6 +24,7 @@ def test_consistent_sizes_give_the_rest(micro, accum, replicas, kept):
     assert got.inferred == ", ".join(f"{key} = {value}" for key, value in whole.items() if key not in kept)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 200), st.none() | sizes, st.none() | sizes, st.integers(1, 16))
 def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas):
     config = Config.load({TRAIN: train, MICRO: micro, ACCUM: accum})
@@ -52,8 +54,6 @@ def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas):
          "train_batch_size = 8"),
         ({TRAIN: 8, MICRO: 2}, 8, f"train_batch_size = 8: must be at least 16 ({MICRO} 2 × 8 replicas), and a "
          f"multiple of it; nearest valid: train_batch_size = 16, or {MICRO} = 1"),
-        ({TRAIN: 8, ACCUM: 2}, 8, f"train_batch_size = 8: must be at least 16 ({ACCUM} 2 × 8 replicas), and a "
-         f"multiple of it; nearest valid: train_batch_size = 16, or {ACCUM} = 1"),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_divide(given, replicas, text):
@@ -99,6 +99,7 @@ def test_degree_of_tensor(given, tensor):
 axis = st.none() | st.integers(1, 8)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 32), axis | st.just(-1), axis, st.integers(-1, 8).filter(bool))
 def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mics):
     """A shard size sets zero and leaves the rest to data."""
@@ -127,11 +128,9 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
     [
         ({"mesh": {"data": 3}}, ["mesh.data = 3: must divide the number of devices, 8", "mesh.data = 1, 2, 4 or 8"]),
         ({"mesh": {"data": 2, "zero": 2}}, ["data 2 × mesh.zero 2 = 4 devices: must equal", "data = 4", "zero = 4"]),
-        ({"mesh": {"data": 3, "zero": 3}}, ["data 3 × mesh.zero 3 = 9 devices: must equal", "whose product is 8"]),
         (nest("zero_optimization.mics_shard_size", 3), ["zero_optimization.mics_shard_size = 3", "1, 2, 4 or 8"]),
         ({**nest("zero_optimization.mics_shard_size", 4), "mesh": {"data": 1}},
             ["zero_optimization.mics_shard_size = 4", "the number of devices, 8", "mesh.data = 2"]),
-        ({"mesh": {"tensor": 3, "zero": 2}}, ["mesh.zero 2 × mesh.tensor 3 = 6 devices: must equal"]),
         ({"mesh": {"tensor": 3, "zero": 1}}, [
             "mesh.zero 1 × mesh.tensor 3 = 3 devices: must equal the number of devices, 8",
             "what fits: mesh.tensor = 8; mesh.tensor = 1, 2, 4 or 8 with mesh.zero = -1 (the rest)"]),
@@ -151,3 +150,6 @@ def test_no_size():
     refuses(lambda: Config.load({ACCUM: 3}).batch(2), f"{ACCUM} = 3 alone")
     refuses(lambda: Config.load({TRAIN: 1}).batch(0), "replicas = 0")
     refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
+    refuses(
+        lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), "to simulate 8 devices on a CPU, begin with jax"
+    )

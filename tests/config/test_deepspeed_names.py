@@ -1,7 +1,11 @@
-"""DeepSpeed's and PyTorch's names on the engine: what can be read, what can be set, and what to write instead."""
+"""All names of DeepSpeed's engine and PyTorch's: what can be read, what can be set, and what to write instead."""
 
 import argparse
+import inspect
 import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +13,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.engines import REPLICAS, assert_same, build, engine, parts
+from helpers.engines import ACCUM, MICRO, REPLICAS, TRAIN, assert_same, build, engine, parts, rows, three_calls
 from helpers.refusals import refused, refuses
 from helpers.sampling import keep
 from helpers.steps import mesh
 
 import jzero
+from jzero.run.deepspeed_names import READ
 from jzero.step.setup import resolve
 from jzero.step.train_step import TrainStep
 
+# The public names of DeepSpeedEngine, PipelineEngine and DeepSpeedHybridEngine (0.19), a line each; arguments of
+# those with which a training loop passes some.
+LINES = (Path(__file__).parent / "deepspeed_engine.txt").read_text().splitlines()
+ARGUMENTS = {name: arguments for name, *arguments in map(str.split, LINES)}
+ATTRIBUTES = ["clip_grad_norm", "clip_grad_norm_", "dp_world_size", "mpu", "monitor", "timers", "checkpoint_engine"]
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 GROUPS = {**ADAM, "groups": [{"match": "^last/", "lr_scale": 0.5, "weight_decay": 0.3}]}
 
@@ -117,59 +127,67 @@ def test_a_checkpoint_keeps_the_rate_that_was_set(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "more", "lr", "words"),
+    ("arguments", "more", "words"),
     [
-        ({}, {"scheduler": {"type": "WarmupLR"}}, 0.1, "a scheduler sets the rate of every step"),
-        ({"lr_scheduler": lambda n: 0.1}, {}, 0.1, "a scheduler sets the rate of every step"),
-        ({"optimizer": optax.sgd(0.1)}, {}, 0.1, "the optimizer is your own"),
-        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, 0.1, "the config's rate is 0"),
-        ({}, {"optimizer": {"type": "madgrad", "params": {"lr": 0.1}}}, 0.1, "madgrad has steps that are not proport"),
-        ({}, {}, -1, "must be a number, 0 or greater"),
-        ({}, {}, float("nan"), "must be a number, 0 or greater"),
-        ({}, {}, [0.1], "must be a number, 0 or greater"),
+        ({}, {"scheduler": {"type": "WarmupLR"}}, "a scheduler sets the rate of every step"),
+        ({"optimizer": optax.sgd(0.1)}, {}, "the optimizer is your own"),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, "the config's rate is 0"),
+        ({}, {"optimizer": {"type": "madgrad", "params": {"lr": 0.1}}}, "madgrad has steps that are not proport"),
+        ({}, {}, "must be a number, 0 or greater"),
     ],
 )
-def test_rates_that_cannot_be_set(arguments, more, lr, words):
+def test_rates_that_cannot_be_set(arguments, more, words):
     model = jzero.from_flax(Net, criterion=squares)
     step = TrainStep(resolve(model, jzero.Config.load(config(**more)), mesh=mesh(), **arguments))
-    refused(lambda: step.set_lr(lr), f"set_lr({lr!r}): ", words)
+    for lr in (0.1,) if arguments or more else (-1, float("nan"), [0.1]):
+        refused(lambda lr=lr: step.set_lr(lr), f"set_lr({lr!r}): ", words)
 
 
-def test_the_optimizer_and_the_scheduler():
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 10, "warmup_type": "linear"}}
-    e, optimizer, _, schedule = jzero.initialize(
-        model=Net, criterion=squares, config=config(optimizer=GROUPS, scheduler=scheduler), mesh=mesh()
-    )
+def test_what_the_engine_its_optimizer_and_its_scheduler_tell():
+    """Under fp16: a step that overflows is skipped, and takes no step of the schedule."""
+    warmup = {"warmup_max_lr": 0.5, "warmup_num_steps": 10, "warmup_type": "linear"}
+    more = {"scheduler": {"type": "WarmupLR", "params": warmup}, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    in_groups = {**ADAM, "groups": [{"match": "out", "lr_scale": 0.5, "weight_decay": 0.3}]}
+    e, optimizer, loader, schedule = build(3, more={**more, "optimizer": in_groups})
     assert isinstance(optimizer, optax.GradientTransformation)
     assert_same(optimizer.init({"w": jnp.ones(2)})[0], e.step_fn.setup.optimizer.tx.init({"w": jnp.ones(2)})[0])
+    assert (loader, e.metrics, e.device) == (None, {}, "cpu")
+    assert (e.global_rank, e.local_rank, e.world_size) == (0, 0, 1)
+    assert e.get_batch_info() == (TRAIN, MICRO, ACCUM)
+    assert (e.train_batch_size(), e.train_micro_batch_size_per_gpu(), e.gradient_accumulation_steps()) == (24, 2, 3)
+    assert (e.zero_optimization_stage(), e.loss_scale, e.get_global_grad_norm()) == (3, 16, None)
+    assert not e.was_step_applied()
     assert schedule.get_last_lr() == schedule.get_lr() == [0, 0]
-    for i in range(4):
-        e.train_batch(batch(i))
+    for seed in range(4):
+        e.train_batch(rows(seed))
+    assert e.get_global_grad_norm() > 0
+    assert e.was_step_applied()
+    assert schedule.get_last_lr() == e.lr_scheduler.get_last_lr() == pytest.approx([0.05, 0.1])
+    bad = rows(9)
+    bad["x"][0, 0] = np.inf
+    e.train_batch(bad)
+    assert not e.was_step_applied()
+    assert (e.skipped_steps, e.global_steps) == (1, 5)
+    assert set(e.metrics) == {"loss", "grad_norm", "lr", "loss_scale", "skipped"}
     assert [float(schedule(n)) for n in (0, 5, 11)] == pytest.approx([0, 0.2, 0.5])
     assert schedule.last_batch_iteration == 4
     assert schedule.get_lr() == e.get_lr() == pytest.approx([0.075, 0.15])
-    assert schedule.get_last_lr() == e.lr_scheduler.get_last_lr() == pytest.approx([0.05, 0.1])
     first, rest = groups = optimizer.param_groups
-    assert first == {"params": ["last/bias", "last/kernel"], "lr": pytest.approx(0.075), "weight_decay": 0.3}
-    assert rest == {"params": ["first/bias", "first/kernel"], "lr": pytest.approx(0.15)}
+    assert first == {"params": ["ends/out"], "lr": pytest.approx(0.075), "weight_decay": 0.3}
+    assert rest == {"params": ["stack/w"], "lr": pytest.approx(0.15)}
     assert e.optimizer.param_groups == groups
     refused(lambda: groups[0].__setitem__("lr", 0.1), "'lr'] = 0.1: param_groups are read-only; write engine.set_lr")
     refused(lambda: groups[0].__setitem__("weight_decay", 1), "weight_decay in the config's optimizer.groups")
+    assert repr(e) == f"Engine({e.step_fn!r}, global step 5)"
+    assert "ZeRO-3, fp16, mesh zero 4, batch 24 = 2 x 3 x 4" in repr(e)
     del e
     with pytest.raises(jzero.ConfigError, match="was deleted"):  # an optimizer does not keep the state in memory
         optimizer.param_groups  # noqa: B018
 
 
-def test_a_callers_optimizer_has_no_schedule_to_show():
-    e, _, _, schedule = build(optimizer=optax.sgd(0.1))
-    assert e.lr_scheduler is schedule is None
-    assert np.isnan(e.optimizer.param_groups[0]["lr"])
-
-
 @pytest.fixture(scope="module")
-def with_loss():
-    e = engine()
-    return e, e(parts(0)[0])
+def whole():
+    return engine()
 
 
 @pytest.mark.parametrize(
@@ -178,49 +196,35 @@ def with_loss():
         (lambda e, loss: loss.backward(), "Loss.backward(): write engine.backward(loss)"),
         (lambda e, loss: loss.loss, "loss.loss: leave it out: engine"),
         (lambda e, loss: e.optimizer.step(), "Optimizer.step(): write engine.step()"),
-        (lambda e, loss: e.optimizer.state_dict(), "write engine.save_checkpoint(directory)"),
         (lambda e, loss: e.lr_scheduler.step(), "LRScheduler.step(): leave it out: engine.step() advances"),
         (lambda e, loss: e.optimizer.param_groups[0].update(lr=1), "read-only; write engine.set_lr(...)"),
-        (lambda e, loss: e.parameters(), "parameters(): read engine.state.params"),
         (lambda e, loss: e.module.parameters(), "Module.parameters(): read engine.state.params"),
-        (lambda e, loss: e.module.state_dict(), "engine.save_16bit_model(directory)"),
-        (lambda e, loss: e.to("cuda"), "to(): leave it out"),
-        (lambda e, loss: e.half(), 'write "fp16": {"enabled": true}'),
-        (lambda e, loss: e.state_dict(), "engine.save_checkpoint(directory)"),
         (lambda e, loss: e.loss_scale(), "engine.loss_scale(): write engine.loss_scale, without parentheses"),
         (lambda e, loss: jzero.from_flax(Net, criterion=squares).parameters(), "leave out model_parameters"),
-        (lambda e, loss: jzero.from_flax(Net, lambda m, b: 0).to("cuda"), "NNXModel.to(): leave it out"),
         (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares).cuda(), "PipelineModule.cuda(): leave"),
-        *(
-            (lambda e, loss, name=name: jzero.PipelineModule([nnx.relu], loss_fn=squares, **{name: 1}), words)
-            for name, words in {
-                "topology": "topology=...): pass num_stages; the config's mesh section",
-                "base_seed": "base_seed=...): leave it out: the config's seed decides",
-                "layer": "layer=...): unknown",
-            }.items()
-        ),
+        (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares, topology=1), "topology=...): pass num_st"),
+        (lambda e, loss: jzero.PipelineModule([nnx.relu], loss_fn=squares, layer=1), "layer=...): unknown"),
+        (lambda e, loss: jzero.initialize(None, Net), "initialize: 2 arguments without a name: write "),
+        (lambda e, loss: jzero.initialize(config={}), "initialize: model is missing"),
+        (lambda e, loss: jzero.init_distributed(dist_backend="nccl"), "(dist_backend=...): leave it out: JAX"),
+        (lambda e, loss: jzero.init_distributed(timeout="nccl"), "(dist_backend=...): leave it out: JAX"),
+        (lambda e, loss: jzero.init_distributed(timeout=-1), "timeout = -1: must be a positive number of seconds"),
+        (lambda e, loss: jzero.init_distributed(init_method=1), "init_distributed(init_method=...): "),
+        (lambda e, loss: jzero.init_distributed(backend="nccl"), "unknown argument"),
     ],
 )
-def test_what_has_no_meaning_says_what_to_write(with_loss, call, words):
-    text = refuses(lambda: call(*with_loss))
+def test_what_has_no_meaning_says_what_to_write(whole, call, words):
+    text = refuses(lambda: call(whole, whole(parts(0)[0])))
     assert words in text
     assert "\n" not in text
-
-
-def test_a_loss_is_a_number_and_batches_belong_on_the_host(with_loss):
-    e, loss = with_loss
-    assert loss.item() == float(loss)
-    assert e.device == "cpu"
 
 
 @pytest.mark.parametrize(
     ("own", "first", "grouped"),
     [
         (None, True, False),
-        ({"type": int}, True, True),
         ({"type": int, "default": -1}, False, True),
         ({"type": str, "default": "0"}, True, False),
-        ({"type": str, "default": "0"}, False, False),
     ],
 )
 def test_the_launchers_local_rank(own, first, grouped):
@@ -255,3 +259,82 @@ def test_config_arguments(tmp_path):
     for args in (parser.parse_args([]), None, argparse.Namespace()):
         words = r"config: none given; pass config=.*--deepspeed_config FILE"
         refuses(lambda args=args: jzero.initialize(args=args, model=Net), words)
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, *ATTRIBUTES])
+def test_every_name_of_deepspeeds_engine(whole, name):
+    """It is there and takes DeepSpeed's arguments; or it is an AttributeError that says what to write."""
+    if not hasattr(whole, name):
+        with pytest.raises(AttributeError) as error:
+            getattr(whole, name)
+        assert isinstance(error.value, jzero.ConfigError)
+        assert re.fullmatch(rf"engine.{name}: .*\b(leave it out|write|read|pass)\b.*", str(error.value))
+        return
+    arguments = ARGUMENTS.get(name)
+    parameters = inspect.signature(getattr(whole, name)).parameters if arguments else {}
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    for argument in arguments or ():
+        if argument not in parameters:
+            with pytest.raises(jzero.ConfigError, match=r": .*\b(leave it out|write|read|pass)\b"):
+                getattr(whole, name)(*map(id, required), **{argument: object()})
+
+
+def test_a_name_that_deepspeed_does_not_have(whole):
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'") as error:
+        whole.nonsense  # noqa: B018
+    assert not isinstance(error.value, jzero.ConfigError)
+
+
+def read(**given):
+    """Return what the engine's methods return of a config."""
+    holder = SimpleNamespace(config=jzero.Config.load(given))
+    return {name: function(holder) for name, function in READ.items()}
+
+
+def test_what_reads_the_config(whole):
+    found = read(
+        zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}, bf16={"enabled": True},
+        optimizer={"type": "AdamW", "params": {"lr": 0.01}}, gradient_clipping=0.5, flops_profiler={"profile_step": 7},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    )  # fmt: skip
+    expected = {
+        "bfloat16_enabled": True, "fp16_enabled": False, "amp_enabled": False, "dynamic_loss_scale": True,
+        "initial_dynamic_scale": 2**16, "zero_optimization": True, "zero_optimization_partition_gradients": True,
+        "zero_optimization_partition_weights": True, "zero_param_persistence_threshold": 0, "zero_cpu_offload": False,
+        "gradient_clipping": 0.5, "steps_per_print": None, "flops_profiler_profile_step": 7, "autotp_size": 0,
+        "optimizer_name": "AdamW", "optimizer_params": {"lr": 0.01}, "managed_gradient_accumulation": True,
+        "scheduler_name": "WarmupLR", "scheduler_params": {"warmup_num_steps": 3},
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert (whole.zero_optimization_partition_gradients(), whole.zero_optimization_partition_weights()) == (True, False)
+    replaced = {
+        "amp_enabled": {"amp": {"enabled": True}},
+        "torch_autocast_enabled": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        **{name: {name: True} for name in ("dump_state", "graph_harvesting")},
+        "sparse_gradients_enabled": {"sparse_gradients": True},
+    }
+    for name, given in replaced.items():
+        found = read(**given)
+        assert [other for other in replaced if found[other]] == [name]
+
+
+def test_a_batch_by_its_names():
+    """Hugging Face's line, `engine(**batch)`, and `zero_grad`, which has nothing to do."""
+    named, plain_loop = engine(), engine()
+    named.zero_grad()
+    for part in parts(0):
+        loss = named(**part)
+        assert not hasattr(loss, "loss")
+        named.backward(loss)
+        named.step()
+        if named.global_steps:
+            named.optimizer.zero_grad()
+    three_calls(plain_loop, parts(0))
+    assert_same(named.state.params, plain_loop.state.params)
+    part = parts(1)[0]
+    for call in (named, lambda: named(part["x"], part["y"]), lambda: named(part, mask=part["mask"])):
+        refuses(call, r"a micro-batch is one argument: engine\(batch\) or engine\(\*\*batch")
+    for given in ({}, {"batch": part, "data_iter": []}):
+        refuses(lambda given=given: named.eval_batch(**given), "eval_batch: pass one of batch and data_iter")
+    named.backward(named(part))
+    refuses(named.optimizer.zero_grad, r"zero_grad: 1 micro-batches wait for step\(\)")

@@ -12,7 +12,6 @@ import jzero
 
 ON, AUTO = {"enabled": True}, {"type": "auto", "params": {"lr": "auto"}}
 CLIP = {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}
-SAVE = ["stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"]
 MASTER = "master_weights_and_grads"
 TENSOR = "= 4: both are the degree of tensor; keep one"
 METRIC = NEWER["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["seqlen_truncate"]
@@ -29,10 +28,8 @@ def assert_problem(given, *parts):
     [
         ("train_batch_size", "32", ['train_batch_size = "32"', "positive integer", "without quotes"]),
         ("train_batch_size", 0, ["= 0", "positive integer"]),
-        ("train_micro_batch_size_per_gpu", 1.5, ["= 1.5", "positive integer"]),
         ("gradient_accumulation_steps", True, ["= true", "positive integer"]),
         ("gradient_clipping", -1, ["gradient_clipping = -1", "a non-negative number, true", "default 1.0"]),
-        ("gradient_clipping", float("inf"), ["non-negative number"]),
         ("communication_data_type", "int8", ['communication_data_type = "int8"', '"fp32", "fp16", "bf16" or null']),
         ("gradient_allreduce_op", "maen", ['"mean" or "sum"', 'did you mean "mean"']),
         ("zero_optimization.stage", 4, ["zero_optimization.stage = 4", "0, 1, 2 or 3"]),
@@ -40,19 +37,14 @@ def assert_problem(given, *parts):
         ("zero_optimization.stage3_param_persistence_threshold", -1, ["non-negative integer", "100000"]),
         ("dataloader_drop_last", "true", ["true or false", "without quotes", "default false"]),
         ("fp16.loss_scale_window", 2**31, ["an integer >= 1 and <= 2147483647", "default 1000"]),
-        ("fp16.initial_scale_power", 128, ["= 128", "an integer >= 0 and <= 127", "default 16"]),
-        ("fp16.loss_scale", 1e39, ["1e+39", "a number >= 0 in float32's range"]),
         ("fp16.min_loss_scale", 0, ["= 0", "a number > 0 in float32's range", "default 1.0"]),
         ("fp16.min_loss_scale", 1e-46, ["1e-46", "a number > 0 in float32's range"]),
         ("bf16.auto_cast", "yes", ['true, false or "auto"']),
         ("steps_per_print", -float("inf"), ["a positive integer, Infinity (never) or null"]),
-        ("steps_per_print", 1.5, ["a positive integer, Infinity (never) or null"]),
         ("optimizer", {"type": "Adam", "params": {"lr": "1e-3"}}, ["optimizer.params.lr", "'1e-3'", "number >= 0"]),
-        ("optimizer", {"type": "Adam", "params": {"max_grad_norm": {}}}, ["max_grad_norm = {}", "gradient_clipping"]),
         ("optimizer.params", {"lr": 1}, ["optimizer.type: required", "AdamW"]),
         ("scheduler", {"type": "OneCycle", "params": [1]}, ["scheduler.params = [1]", "names and values"]),
         ("optimizer", "Adam", ["must be a section", "state_dtype, type", 'did you mean {"type": "Adam"}?']),
-        ("bf16", False, ["must be a section", 'did you mean {"enabled": false}?']),
         ("aio", 3, ["must be a section", "queue_depth"]),
         ("frozen_parameters", ["ok", "("], ['"(" does not compile', "regular expressions"]),
         ("frozen_parameters", [1], ["1 is not a string"]),
@@ -70,12 +62,10 @@ def test_a_wrong_value(path, value, parts):
     [
         ("grandient_accumulation_steps", 'did you mean "gradient_accumulation_steps"?'),
         ("Train_Batch_Size", 'did you mean "train_batch_size"?'),
-        ("zero_optimization.stge", 'did you mean "stage"?'),
         ("zero_optimization.gradient_clipping", "it belongs at the top level"),
         ("stage", "it belongs in zero_optimization"),
         ("stge", "did you mean zero_optimization.stage?"),
         ("lr", "it belongs in optimizer.params"),
-        ("warmup_num_steps", "it belongs in scheduler.params"),
         ("bf16.fp16", "the keys here are auto_cast, bf16_master_weights_and_grads, bf16_optimizer_states, check_grad_"),
         ("checkpoint.writer.typ", 'did you mean "type"?'),
         ("qqqq", 'docs/configuration.md lists all, and "strict": false makes this a warning'),
@@ -93,12 +83,9 @@ def test_unknown_key(path, advice):
     [
         ({"fp16": ON, "bf16": ON}, ["fp16.enabled = true and bf16.enabled = true", "only one", "remove"]),
         ({"bf16": {"bf16_optimizer_states": True}}, ["needs bf16.bf16_master_weights_and_grads"]),
-        ({"bf16": ON, "bfloat16": ON}, ["bfloat16", "another name of bf16"]),
-        ({"zero_optimization": {"mics_shard_size": 2}, "mesh": {"zero": 4}}, ["mics_shard_size = 2", "mesh.zero = 4"]),
         ({"mesh": {"data": -1}}, ["mesh.data = -1 and mesh.zero = -1", "one axis only", "default of mesh.zero"]),
         (CLIP, ["optimizer.params.max_grad_norm = 1.0", '"gradient_clipping"', "top level"]),
         ({"activation_checkpointing": {"policy": "none", "cpu_checkpointing": True}}, ["= true", 'policy "full"']),
-        ({"zero_optimization": dict.fromkeys(SAVE, True)}, [f"deprecated name of zero_optimization.{SAVE[1]}"]),
         ({"zero_optimization": {"cpu_offload": False, "offload_optimizer": {"device": "none"}}},
             ["cpu_offload = false", "deprecated name of zero_optimization.offload_optimizer"]),
         ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, ["autotp_size = 2 and ", TENSOR]),
@@ -112,12 +99,8 @@ def test_unknown_key(path, advice):
         ({"optimizer": {"type": "MuSGD"}}, ["Use Adam, AdamW, ", "docs/configuration.md"]),
         (nest("optimizer.type", "DeepSpeedCPUAdam"), ['write "type": "Adam" and zero_opt', '{"device": "cpu"}']),
         ({"zero_optimization": {"offload_optimizer": True}}, ['did you mean {"device": "cpu"}?']),
-        ({"zero_optimization": {"offload_optimizer": False}}, ['did you mean {"device": "none"}?']),
-        ({"offload_optimizer": True}, ["it belongs in zero_optimization"]),
         ({"amp": {"enabled": True, "opt_level": "O3"}}, ['amp.opt_level = "O3"', "fp16_master_weights_and_grads"]),
         ({"amp": {"enabled": True, "loss_scale": "big"}}, ['amp.loss_scale = "big"', '"dynamic" or a positive number']),
-        ({"amp": {"enabled": True, "optlevel": "O1"}}, ["amp.optlevel", 'did you mean "opt_level"?']),
-        ({"amp": {"enabled": "yes"}}, ['amp.enabled = "yes"', "true or false"]),
         ({"amp": ON, "bf16": ON}, ["amp.enabled = true: means fp16, and bf16.enabled = true bf16; keep one"]),
         ({"torch_autocast": {**ON, "dtype": "int8"}}, ['dtype = "int8"', '"bfloat16" or "float16"']),
         ({"torch_autocast": {**ON, "dtype": "bf16"}, "fp16": ON}, ["true: means bf16", "fp16.enabled = true"]),
@@ -127,7 +110,6 @@ def test_unknown_key(path, advice):
         # What jzero does not do, by name: each one line, whose number of keys does not matter.
         (nest("elasticity.enabled", True), ["elasticity.enabled = true: not yet supported: ", "only false"]),
         ({"progressive_layer_drop": {**ON, "theta": 0.5}}, ["not yet supported: ", "progressive layer dropping"]),
-        ({"quantize_training": {**ON, "quantize_bits": {"start_bits": 16}}}, ["quantize in the model"]),
         ({"compression_training": {"row_pruning": {"shared_parameters": ON}}}, ["masks in the model"]),
         (nest("zero_optimization.zeropp_loco_param", {"err_beta": 0.8, "reset_T": 1024}),
             ["param.err_beta = 0.8, zero_optimization.zeropp_loco_param.reset_T = 1024: not yet supported: "]),
@@ -144,7 +126,6 @@ def test_contradictions_and_slips(given, parts):
         ({"optimizer": {"type": 3}}, "optimizer.type = 3: must be a string"),
         ({"zero_optimization": {"stge": 3, "zero_quantized_weights": True}}, "zero_optimization.stge = 3: unknown key"),
         ({"bf16": {"bf16_optimizer_states": True, "bf16_masterweights_and_grads": True}}, "bf16.bf16_masterweights"),
-        ({"stage": 3, "zero_optimization": {"zero_quantized_weights": True}}, "stage = 3: unknown key; it belongs in"),
         ({"optimizer": {"type": "Adam", "params": {"zero": {"a": "b" * 500}}}}, "optimizer.params.zero: unknown par"),
         ({"curriculum_learning": {**LEGACY, "min_difficulty": "eight"}}, "curriculum_learning.min_difficulty = "),
     ],
@@ -159,8 +140,6 @@ def test_a_misspelled_key_is_one_short_line(given, start):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"min_difficulty": None}, "curriculum_learning.min_difficulty: required with enabled = true"),
-        ({"schedule_type": None}, "curriculum_learning.schedule_type: required with enabled = true"),
         ({"schedule_config": {"difficulty_step": 8}}, "schedule_config.total_curriculum_step: required with"),
         ({"schedule_type": "fixed_root"}, "schedule_config.root_degree: required with enabled = true and"),
         ({"min_difficulty": 13}, "min_difficulty = 13 and max_difficulty = 12: the minimum must not be above"),

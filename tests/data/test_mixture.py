@@ -1,6 +1,5 @@
 """A mixture reads what a loop over its samples would, from any number on and in any layout."""
 
-import itertools
 from fractions import Fraction
 from functools import partial
 from unittest import mock
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 import jzero
 from jzero.data import DataLoader, Mixture, TokenFile, interleave, steps_per_epoch
 from jzero.data.interleave import Interleaving
-from jzero.data.order import ENDLESS, Position
-from jzero.data.stream import StreamSpec, micro_batches
+from jzero.data.order import ENDLESS
 
 
 def largest_remainder(weights, block):
@@ -77,7 +75,7 @@ def stages_of(case):
     return stages
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(case=cases, exhaustion=st.sampled_from(["repeat", "drop", "stop"]))
 def test_any_number_is_what_a_loop_finds(case, exhaustion):
     stages, lengths = stages_of(case), case["lengths"]
@@ -129,26 +127,14 @@ def test_every_source_is_shuffled_anew_in_each_of_its_epochs():
     assert plain[1][plain[0] == 0].tolist() == list(range((plain[0] == 0).sum()))
 
 
-def test_large_sources_take_little_memory():
-    """Permutations of large sources are computed number by number."""
-    rows = Rows(10**10)
-    mixed = Mixture({"a": (rows, 1), "b": (Rows(5), 1)})
-    which, indices = mixed.locate(np.arange(10**9, 10**9 + 400))
-    own = indices[which == 0]
-    assert len(set(own.tolist())) == len(own)
-    assert own.max() > 10**9
-    assert mixed._permutations[0].cache_info().currsize == 0
-
-
 @settings(max_examples=15)
 @given(
     exhaustion=st.sampled_from(["repeat", "drop", "stop"]),
     layout=st.sampled_from([(1, 1, 1), (2, 1, 3), (1, 4, 2), (3, 2, 1), (4, 4, 1)]),
     stop=st.integers(1, 5),
     then=st.sampled_from([(1, 1, 1), (2, 2, 1), (1, 8, 1)]),
-    processes=st.sampled_from([1, 2, 4]),
 )
-def test_any_layout_reads_the_same_and_resumes_exactly(exhaustion, layout, stop, then, processes):
+def test_any_layout_reads_the_same_and_resumes_exactly(exhaustion, layout, stop, then):
     mixed = mixture(exhaustion, times=5, seed=4)
     assert len(mixed) > 150
 
@@ -162,11 +148,6 @@ def test_any_layout_reads_the_same_and_resumes_exactly(exhaustion, layout, stop,
     second = DataLoader(mixed, Sizes(*then), seed=6)
     second.seek(first.position)
     assert take(second, 16) == samples(at, at + 16)
-    parts = []  # of several processes, each with its own rows of batches of 8
-    for mine in np.split(np.arange(8), processes):
-        spec = StreamSpec(mixed, None, False, 8, 8, mine, lambda rows: rows["x"])
-        parts.append([batch for batch, _ in itertools.islice(micro_batches(spec, Position(0, at)), 3)])
-    assert np.concatenate(parts, axis=1).ravel().tolist() == samples(at, at + 24)
 
 
 def test_epochs_go_on():
@@ -260,17 +241,15 @@ THREE = (Rows(3), 1)
         (lambda: Mixture([Rows(3)]), r"must be \{name: \(source, weight\)\}"),
         (lambda: Mixture({"a": Rows(3)}), r"sources\['a'\] is Rows: must be \(source, weight\)"),
         (lambda: Mixture({"a": (Rows(3), -1)}), "the weight of 'a' is -1; must be a number from 0"),
-        (lambda: Mixture({"a": (Rows(3), float("nan"))}), "the weight of 'a' is nan"),
         (lambda: Mixture({"a": (Rows(3), 0)}), "sources: all weights are 0"),
         (lambda: Mixture({"a": (Rows(3), 1e-9), "b": THREE}), "weight = 1e-09: must be at least 1/65,536"),
         (lambda: Mixture({"a": (Rows(0), 1)}), "source 'a': training_data contains no samples"),
         (lambda: Mixture({"a": (lambda: iter([1]), 1)}), "source 'a' has no length"),
+        (lambda: Mixture({"a": THREE}, seed=-1), "seed = -1: must be a whole number from 0"),
         (lambda: Mixture({"a": (mixture(), 1)}), "source 'a' is a Mixture: put its sources into this one"),
         (lambda: Mixture({"a": THREE}, stages={0: {"a": 1}}), r"stages\[0\]: must be"),
         (lambda: Mixture({"a": THREE}, stages={5: {"b": 1}}), r"stages\[5\]: unknown source 'b'; the sources are"),
-        (lambda: Mixture({"a": THREE}, stages={5: {"a": 0}}), r"stages\[5\]: all weights are 0"),
         (lambda: Mixture({"a": THREE}, exhaustion="loop"), "exhaustion = 'loop': must be one of 'repeat', 'stop'"),
-        (lambda: Mixture({"a": THREE}, seed=-1), "seed = -1: must be a whole number from 0"),
         (lambda: Mixture({"a": THREE, "b": (Rows(9), 0)}, stages={5: {"b": 1}}, exhaustion="drop"),
             "used up at sample 3, before the next stage begins at 5"),
         (lambda: Mixture({"a": (np.zeros((3, 2)), 1), "b": (np.zeros((3, 4), int), 1)}),

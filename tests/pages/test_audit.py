@@ -28,7 +28,6 @@ def packages(*found):
             1,
         ),
         (("", "noise\nConnectionError: x"), "no vulnerability data: ConnectionError: x", 0),
-        (("{}", "ConnectionError: x"), "no vulnerability data: ConnectionError: x", 0),
     ],
 )
 def test_verdict(answer, text, code):

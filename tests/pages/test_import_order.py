@@ -1,13 +1,15 @@
 """Imports between jzero's modules point one way, from the rooms that know much to those that know little.
 
-The source is read, not run, so that imports inside functions and under TYPE_CHECKING count too.
+The source is read, so that imports inside functions and under TYPE_CHECKING count too.
 """
 
 import ast
 import graphlib
+import os
 import re
+import subprocess
+import sys
 
-import pytest
 from test_house import LIBRARY, imported, rooms, sources
 
 # A module may import from its own line and from those above it.
@@ -72,21 +74,37 @@ def is_private(name):
     return words[0] != "jzero" and (unstable or any(w.startswith("_") and not w.endswith("__") for w in words))
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("from jax._src import xla_bridge", {"jax._src.xla_bridge"}),
-        ("def f():\n    import jax._src.core as core", {"jax._src.core"}),
-        ("import threading\nthreading._register_atexit(f)", {"threading._register_atexit"}),
-        ("import jax\njax._src.core.x", {"jax._src", "jax._src.core", "jax._src.core.x"}),
-        ("from jax.extend.core import Literal", {"jax.extend.core.Literal"}),
-        ("from __future__ import annotations\nimport os\nos._exit(1)\nself._x\nfrom jzero import _compat", set()),
-    ],
-)
-def test_reader_of_private_names(source, found):
-    assert private_names(ast.parse(source)) == found
-
-
 def test_private_names_are_in_compat_alone():
-    found = {name: private_names(tree) for name, (_, _, tree) in sources().items() if name != "jzero._compat"}
-    assert {name: names for name, names in found.items() if names} == {}
+    found = {name: names for name, (_, _, tree) in sources().items() if (names := private_names(tree))}
+    assert found.keys() == {"jzero._compat"}
+
+
+# ---------------------------------------------------------------- what an import runs
+
+PROGRAM = """
+import sys
+import jzero
+
+jzero.initialize
+print({name.split(".")[1] for name in sys.modules if name.startswith("jzero.")})
+import jzero.config, jzero.planner, models.llama, models.mlp
+import jax
+from jax._src import xla_bridge
+
+assert not xla_bridge.backends_are_initialized()
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+print(jax.device_count(), xla_bridge.backends_are_initialized())
+"""
+
+
+def test_import_starts_no_backend():
+    """A process can still fork or configure its devices; rooms that a run does not need make its start longer."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environment["PYTHONPATH"], command = str(LIBRARY.parent), [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found, started = done.stdout.splitlines()
+    assert "run" in ast.literal_eval(found)
+    assert not ast.literal_eval(found) & {"deepspeed", "launcher", "recipes", "plots", "models"}
+    assert started == "3 True"

@@ -60,38 +60,30 @@ def test_the_stored_outputs_are_those_of_a_run():
     check(json.loads(NOTEBOOK.read_text()))
 
 
-@pytest.mark.parametrize(
-    ("place", "colab", "installed"),
-    [
-        ("experiments", False, "..[plot,plan]"),
-        ("wheel", False, "{place}/jzero-0.2.0-py3-none-any.whl[plot,plan]"),
-        ("elsewhere", True, "jzero-0.2.0-py3-none-any.whl[plot,plan]"),
-        ("elsewhere", False, None),
-    ],
-)
-def test_the_first_cell_installs_what_there_is(place, colab, installed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["experiments", "wheel", "colab", "elsewhere"])
+def test_the_first_cell_installs_what_there_is(place, tmp_path, monkeypatch):
     """A clone, a wheel next to the notebook, or one that Colab asks for; otherwise it says what is missing."""
-    for directory in ("experiments", "jzero", "outside/wheel", "outside/elsewhere"):
-        (tmp_path / directory).mkdir(parents=True)
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / "outside/wheel/jzero-0.2.0-py3-none-any.whl").touch()
-    here = tmp_path / (place if place == "experiments" else f"outside/{place}")
-    monkeypatch.chdir(here)
-    calls = []
+    name, calls = "jzero-0.2.0-py3-none-any.whl", []
+    for directory in ("jzero", place):
+        (tmp_path / directory).mkdir()
+    if place in ("experiments", "wheel"):
+        (tmp_path / "pyproject.toml" if place == "experiments" else tmp_path / place / name).touch()
+    monkeypatch.chdir(tmp_path / place)
     monkeypatch.setattr(subprocess, "run", lambda words, check: calls.append(words[-1]))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    if colab:
-        files = SimpleNamespace(upload=lambda: {"jzero-0.2.0-py3-none-any.whl": b""})
+    if place == "colab":
+        files = SimpleNamespace(upload=lambda: {name: b""})
         monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(files=files))
         monkeypatch.setitem(sys.modules, "google.colab.files", files)
-    cell = the_cell(code_cells(json.loads(NOTEBOOK.read_text())), "import importlib")
-    if installed is None:
+    cell = compile(source(the_cell(code_cells(json.loads(NOTEBOOK.read_text())), "import importlib")), "cell", "exec")
+    if place == "elsewhere":
         with pytest.raises(SystemExit, match="put a wheel of it next to this notebook, or set SOURCE"):
-            exec(source(cell), {})
+            exec(cell, {})
     else:
-        exec(source(cell), {})
-    assert calls == ([] if installed is None else [installed.format(place=here)])
+        exec(cell, {})
+    wheels = {"wheel": f"{tmp_path}/wheel/{name}[plot,plan]", "colab": f"{name}[plot,plan]"}
+    assert calls == {"experiments": ["..[plot,plan]"], "elsewhere": []}.get(place, [wheels.get(place)])
 
 
 @pytest.mark.slow

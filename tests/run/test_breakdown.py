@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 
 import jax
@@ -22,40 +23,45 @@ TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
 BOTH = {"wall_clock_breakdown": True, "memory_breakdown": True}
 
 
-@pytest.fixture(scope="module")
-def run():
-    """An engine with everything on, after 4 steps; its lines, and the losses and norms in them."""
+def test_the_lines_of_times_and_of_memory():
+    """An engine with everything on: the parts add up to the total, which is that of the speed in the line before."""
     with contextlib.redirect_stdout(io.StringIO()) as start:
         made = build(more=BOTH | {"steps_per_print": 2})[0]
-    seen = {}
-    with contextlib.redirect_stdout(io.StringIO()) as lines:
+    seen, found = {}, {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         made.train_batch(rows(0))
         for step, batches in ((2, [rows(1)]), (4, [iter(parts(2)), iter(parts_of(rows(3)))])):
             for batch in batches:
                 loss = float(made.train_batch(batch))
             seen[step] = loss, made.get_global_grad_norm()
             made.eval_batch(rows(9))
-    found = SimpleNamespace(engine=made, start=start.getvalue().splitlines(), lines=lines.getvalue().splitlines())
-    found.seen = seen
-    return found
-
-
-def test_one_line_of_times_beside_each_progress_line(run):
-    """The parts add up to the total, which is that of the speed in the line before."""
-    found = {}
-    for before, line in zip(run.lines, run.lines[1:], strict=False):
+    lines = out.getvalue().splitlines()
+    for before, line in pairwise(lines):
         if times := TIMES.fullmatch(line):
             step, total = int(times[1]), float(times[2])
             own = found[step] = {part: float(ms) for part, ms in (term.split(" ") for term in times[3].split(" + "))}
             assert total == pytest.approx(sum(own.values()), abs=0.05 * (len(own) + 1))
-            loss, norm = run.seen[step]
+            loss, norm = seen[step]
             words = rf"step {step}: loss {loss:.4f}, lr 1.000e-02, grad norm {norm:.3f}, skipped 0, ([\d.]+) samples/s"
             speed = float(re.fullmatch(words, before)[1])
             assert speed == pytest.approx(1000 * TRAIN / total, rel=0.05 / total + 0.05 / speed + 1e-6)
     assert {step: list(own) for step, own in found.items()} == {
         2: [HOST, COMPILE, DEVICE, PROFILE, SCRIPT], 4: [DATA, HOST, COMPILE, DEVICE, EVALUATION, SCRIPT],
     }  # fmt: skip
-    assert {part: round(ms, 1) for part, ms in run.engine.get_wall_clock_timers().items()} == found[4]
+    assert {part: round(ms, 1) for part, ms in made.get_wall_clock_timers().items()} == found[4]
+    memory = dict(line.split(": ", 1) for line in (start.getvalue() + out.getvalue()).splitlines() if "memory" in line)
+    assert [phase.removeprefix("memory ") for phase in memory] == [
+        "before the state", "with the state", "of a step, planned", "after the first step", "after step 2",
+        "after step 4",
+    ]  # fmt: skip
+    stats = made.step_fn.lower(rows(0)).compile().memory_analysis()
+    new, kept = stats.output_size_in_bytes - stats.alias_size_in_bytes, stats.argument_size_in_bytes
+    sizes = kept + new + stats.temp_size_in_bytes, kept, new, stats.temp_size_in_bytes
+    total, arguments, outputs, temporaries = map(step_memory.size_text, sizes)
+    words = f"{total} per device = arguments {arguments} + outputs {outputs} + temporaries {temporaries}"
+    assert memory.pop("memory of a step, planned") == words
+    host = r"host [\d.]+ [KMG]iB, peak [\d.]+ [KMG]iB \(cpu devices report none of their own\)"
+    assert all(re.fullmatch(host, words) for words in memory.values())
 
 
 def test_only_the_breakdown_waits_for_the_devices(monkeypatch):
@@ -85,30 +91,6 @@ def test_without_steps_per_print_every_tenth_step_has_lines(capsys):
         out = printed_by(made, capsys)
         for words in (f"step {number}: loss ", "ms a step", f"memory after step {number}"):
             assert (words in out) == (number == 10)
-    made._observers.lines.prints = False  # every process has its times, not only the one that prints
-    for _ in range(9):
-        made.train_batch(rows(0))
-    assert HOST in made.get_wall_clock_timers()
-    assert "ms a step" not in printed_by(made, capsys)
-
-
-def test_memory_lines_come_at_their_phases(run):
-    lines = [line.split(":") for line in [*run.start, *run.lines] if line.startswith("memory")]
-    assert [phase.removeprefix("memory ") for phase, *_ in lines] == [
-        "before the state", "with the state", "of a step, planned", "after the first step", "after step 2",
-        "after step 4",
-    ]  # fmt: skip
-    host = r" host [\d.]+ [KMG]iB, peak [\d.]+ [KMG]iB \(cpu devices report none of their own\)"
-    assert all(re.fullmatch(host, words) for phase, words in lines if "planned" not in phase)
-
-
-def test_the_planned_memory_is_the_compilers(run):
-    stats = run.engine.step_fn.lower(rows(0)).compile().memory_analysis()
-    new, kept = stats.output_size_in_bytes - stats.alias_size_in_bytes, stats.argument_size_in_bytes
-    sizes = kept + new + stats.temp_size_in_bytes, kept, new, stats.temp_size_in_bytes
-    total, arguments, outputs, temporaries = map(step_memory.size_text, sizes)
-    words = f"{total} per device = arguments {arguments} + outputs {outputs} + temporaries {temporaries}"
-    assert f"memory of a step, planned: {words}" in run.lines
 
 
 def test_what_is_known_of_a_step_compiles_nothing(monkeypatch):

@@ -3,7 +3,6 @@
 import base64
 import json
 import sys
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -106,24 +105,7 @@ def test_a_speed_has_five_steps_or_half_a_second(tmp_path):
 
     uneven = speeds(0.0806, 0.0006, 0.04, 0.04, 0.0388, 0.04, 0.04, 0.0794, 0.0006, 0.04, 0.04)
     assert uneven == [(6, pytest.approx(8 / 0.04)), (12, pytest.approx(8 / 0.04))]  # the last one joins the five before
-    assert [step for step, _ in speeds(0.5, 0.25, 0.25, 0.1)] == [2, 5]
-    assert [step for step, _ in speeds(0.04)] == [2]
-    assert speeds(0.5, 0.0, 0.5) == [(2, 16.0), (4, 32.0)]
-
-
-def test_a_refused_start_is_no_restart(tmp_path):
-    """Its devices are not the run's, and times begin with the first start that counts."""
-    refused = [
-        record("start", 900.0, began=899.0, new=False, mesh={"zero": 8}, devices=8, device="cpu"),
-        record("end", 902.0, step=0, reason="ConfigError: the rank is 8"),
-    ]
-    later = [{**one, "time": one["time"] + 500} for one in refused]
-    alone = history.read_run(written(tmp_path, RECORDS))
-    among = history.read_run(written(tmp_path, [*refused, *RECORDS, *later]))
-    assert {name: curve.points() for name, curve in among.curves.items()} == {
-        name: curve.points() for name, curve in alone.curves.items()
-    }
-    assert replace(among, curves={}) == replace(alone, curves={})
+    assert speeds(0.5, 0.0, 0.5, 0.1) == [(2, 16.0), (5, pytest.approx(24 / 0.6))]
 
 
 def test_a_step_that_is_not_finite_has_a_mark(tmp_path):
@@ -161,9 +143,6 @@ def test_the_page_stands_alone(runs, tmp_path):
     assert not {"script", "link", "iframe"} & set(page.tags)
     heads = "data:image/png;base64,"
     assert [base64.b64decode(a.removeprefix(heads)) for a in page.addresses] == [f.read_bytes() for f in files[:-1]]
-    assert text.count('<div class="plots">') == 2  # a column of the page for the goodput too
-    assert '<div class="plots"><figure><img alt="goodput"' in text
-    assert "auto-fill" in text  # auto-fit would give a picture that stands alone the whole width
     assert Page(plots.read(runs[0], metrics=["loss"])._repr_html_()).tags.count("img") == 1  # in a notebook
     cells = page.texts[page.texts.index("first", page.texts.index("devices")) :]
     assert cells[:9] == ["first", "5", "40", "5.0000", "4 samples/s", "27.0%", "37.0 s", "1", "4 cpu (zero 4)"]
@@ -181,27 +160,15 @@ def test_the_command(runs, tmp_path, capsys):
 
 def test_runs_of_one_name_have_their_paths(tmp_path, runs):
     other = written(tmp_path / "other" / "first", RECORDS)
-    file = runs[0] / "ledger.jsonl"
-
-    def names(*directories):
-        return [one.name for one in history.read_all(directories)]
-
-    assert names(runs[0], other, runs[1]) == [str(runs[0]), str(other), "curves"]
-    assert names(file, other) == [str(file), str(other)]
-    assert names(file, runs[0]) == ["first"]  # a run that is named twice
-
-
-def test_names_of_runs_are_drawn_as_they_are(tmp_path, runs):
-    """Between two dollars matplotlib sees a formula, here one it cannot read; a legend leaves out a leading `_`."""
-    odd = [runs[0].rename(tmp_path / r"cost$\frac$"), runs[1].rename(tmp_path / "_old")]
-    figure = run_plots.draw_curve(history.read_all(odd), "loss")
-    shown = [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()]
-    assert shown == [r"cost\$\frac\$", r"cost\$\frac\$, evaluation", "_old"]
-    assert figure._repr_png_().startswith(b"\x89PNG")
+    for given, names in (
+        ((runs[0], other, runs[1]), [str(runs[0]), str(other), "curves"]),
+        ((runs[0],) * 2, ["first"]),
+    ):
+        assert [one.name for one in history.read_all(given)] == names
 
 
 def test_metrics_with_hostile_names_are_drawn(tmp_path):
-    hostile = ["", "a\x1b[2J\nb\x00\ud800", "$\\frac{", "/" + "x" * 10**4]
+    hostile = ["", "a\x1b[2J\nb\x00\ud800$\\frac{", "/" + "x" * 10**4]
     made = [*RECORDS[:2], *steps(1, [9.0, 8.0], 1010.0)]
     for one, sign in zip(made[2:], (1, -1), strict=True):
         one["metrics"] |= dict.fromkeys(hostile, sign * 1e308)
@@ -249,11 +216,12 @@ def work(directory, monkeypatch, steps):
         return trace if "jzero" in frame.f_code.co_filename else None
 
     monkeypatch.setattr(np, "concatenate", concatenate)
+    before = sys.gettrace()
     sys.settrace(trace)
     try:
         found = history.read_run(many_starts)
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
         monkeypatch.undo()
     assert found.last.step == steps + 2
     assert len(found.restarts) == steps // 10 - 1
@@ -301,10 +269,3 @@ def test_a_picture_of_a_million_steps_is_thin_and_keeps_the_spikes():
             reduce.at(expected, column, value)
             reduce.at(found, own, y)
             np.testing.assert_array_equal(found, expected)
-
-
-def test_the_page_lists_some_of_many_restarts(tmp_path):
-    many_starts = written(tmp_path / "run", starts_of_ten_steps(3000, 10))
-    text = plots.read(many_starts, metrics=["loss"]).write(tmp_path / "out")[-1].read_text()
-    assert text.count("<li>") == 101
-    assert "<li>run, and 199 more</li>" in text

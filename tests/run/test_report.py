@@ -53,51 +53,11 @@ def table_of(text, title):
     return {first: rest for first, *rest in cells}
 
 
-def test_head_and_layout():
-    _, text = report_of(llama(), data=2)
-    head = " ".join(section(text, "jzero run report"))
-    for words in (
-        "LlamaConfig(num_layers=3, d_model=64",
-        "8 x cpu = pipe 1 x data 2 x zero 4",
-        "64 = 4 per device x 2 accumulation x 8 replicas (train_batch_size = 64: inferred)",
-        "bf16: masters float32, gradients reduced in bfloat16 and accumulated in float32",
-    ):
-        assert words in head
-    layout = table_of(text, "Layout")
-    assert layout["stack/attention/*"] == ["2", f"{3 * (64 * 128 + 64 * 64):,}", "P(None, 'zero')"]
-    assert layout["stack/mlp_norm/scale"] == ["1", "192", "P()", "replicated"]
-    assert layout["total"] == ["9", f"{TINY.num_parameters:,}"]
-    assert any("under stage3_param_persistence_threshold 100: 3 leaves, 448 elements" in line
-               for line in section(text, "In effect"))  # fmt: skip
-    assert section(text, "Fallbacks") == section(text, "Replaced keys") == []
-
-
-class Deep(linen.Module):
-    """Twenty layers that are no layer stack."""
-
-    @linen.compact
-    def __call__(self, x):
-        for i in range(20):
-            x = linen.Dense(16, name=f"layers_{i}")(x)
-        return x
-
-
-def test_layout_of_many_layers_is_short():
-    example = {"x": jnp.zeros((32, 16))}
-    model = jzero.from_flax(Deep(), lambda m, batch: jnp.mean(m(batch["x"]) ** 2), example_batch=example)
-    assert table_of(report_of(model)[1], "Layout") == {
-        "layers_*/kernel": ["20", "5,120", "P('zero')"],
-        "layers_*/bias": ["20", "320", "P()", "replicated"],
-        "total": ["40", "5,440"],
-    }
-
-
 @pytest.mark.parametrize(
     ("model", "stage", "says"),
     [
         (mlp, 0, "parameters replicated, gradients all-reduced once a step"),
         (mlp, 1, "parameters gathered once a step, gradients reduce-scattered once a step"),
-        (mlp, 2, "parameters gathered once a step, gradients reduce-scattered every micro-batch"),
         (mlp, 3, "parameters gathered where they are used, gradients reduce-scattered every micro-batch"),
         (llama, 3, "parameters gathered layer by layer, gradients reduce-scattered every micro-batch"),
     ],
@@ -113,9 +73,7 @@ def test_stage_and_model_state(model, stage, says):
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
 FULL = {"policy": "full"}
 DEFAULTS = [
-    r"gradient_clipping 1: by global norm",
-    r"a step whose gradient is not finite is skipped",
-    r"optimizer Adam: lr 0.001",
+    r"under stage3_param_persistence_threshold 100: 3 leaves, 448 elements",
     r"Adam: adam_w_mode is true, as in DeepSpeed: this is AdamW",
     r"WarmupLR: as in DeepSpeed, the first two optimizer steps run at warmup_min_lr 1e-05",
     r"learning rate by step: 0=1e-05, 1=1e-05, 2=0\.000\d+, .*1000=0.001",
@@ -132,14 +90,13 @@ DEFAULTS = [
             [r"^  - gradient_clipping 0: off$", "check_grad_overflow false"]),
         (mlp, {"bf16": None, "fp16": {"enabled": True}}, [r"^  - loss scale dynamic, from 65536$"]),
         (mlp, {"bf16": None, "fp16": {"enabled": True, "loss_scale": 1}}, [r"^  - loss scale 1, static$"]),
-        (lambda: llama(attention="cudnn"), {}, [r"^  - attention kernel cudnn \(attention='cudnn', bfloat16\)$"]),
-        (mlp, {"gradient_allreduce_op": "SUM", "activation_checkpointing": FULL},
-            ["gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas",
-             "- activation checkpointing full$"]),
+        (lambda: llama(attention="cudnn"), {"gradient_allreduce_op": "SUM"},
+            [r"^  - attention kernel cudnn \(attention='cudnn', bfloat16\)$",
+             "gradient_allreduce_op sum: gradients are 8 times those of the mean over the replicas"]),
         (mlp, {"activation_checkpointing": {**FULL, "cpu_checkpointing": True}},
             ["- activation checkpointing full, kept in host memory$"]),
     ],
-    ids=["defaults", "off", "fp16", "static scale", "cudnn", "sum and remat", "remat on the host"],
+    ids=["defaults", "off", "fp16", "static scale", "cudnn", "remat on the host"],
 )  # fmt: skip
 def test_what_is_in_effect(model, changes, says):
     lines = section(report_of(model(), **changes)[1], "In effect")
@@ -149,18 +106,16 @@ def test_what_is_in_effect(model, changes, says):
 
 
 def test_every_flax_wrapper_forwards_the_models_notes():
-    class Plain(nnx.Linear):
-        def report_notes(self, dtype):
-            return [f"plain in {dtype}"]
+    def notes(self, dtype):
+        return [f"computes in {dtype}"]
 
-    class Flat(linen.Dense):
-        def report_notes(self, dtype):
-            return [f"flat in {dtype}"]
-
+    plain, flat = (type("Noting", (layer,), {"report_notes": notes}) for layer in (nnx.Linear, linen.Dense))
     loss = lambda module, batch: jnp.mean(module(batch) ** 2)  # noqa: E731
-    plain = jzero.from_flax(lambda rngs: Plain(8, 8, rngs=rngs), loss)
-    assert "plain in bfloat16" in report_of(plain)[1]
-    assert "flat in bfloat16" in report_of(jzero.from_flax(Flat(8), loss, example_batch=jnp.zeros((4, 8))))[1]
+    for model in (
+        jzero.from_flax(lambda rngs: plain(8, 8, rngs=rngs), loss),
+        jzero.from_flax(flat(8), loss, example_batch=jnp.zeros((4, 8))),
+    ):
+        assert "computes in bfloat16" in report_of(model)[1]
 
 
 def test_replaced_keys():

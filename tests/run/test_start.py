@@ -116,8 +116,6 @@ def test_gradients_are_those_of_one_device(stage, pipe):
     found = step.gradients(dataclasses.replace(state, params=up), BATCH)[0]["ends"]["first"]["kernel"]
     there = gradient_of(jax.device_get(up), BATCH)[1]["ends"]["first"]["kernel"]
     np.testing.assert_allclose(found, there, rtol=1e-5, atol=1e-6)  # at any parameters
-    _, stepped = step(state, BATCH)  # the state is still alive
-    assert float(stepped["grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
 
 
 def test_gradients_have_their_true_scale_under_fp16():
@@ -127,20 +125,6 @@ def test_gradients_have_their_true_scale_under_fp16():
     params = jax.device_get(state.params)
     expected = jax.grad(lambda p: jnp.mean((X @ p["kernel"] + p["bias"] - BATCH["y"]) ** 2))(params)
     np.testing.assert_allclose(gradients["kernel"], expected["kernel"], rtol=2e-2, atol=2e-3)
-
-
-def test_parameters_may_be_numbers():
-    class Scale:
-        def init(self, rng):
-            return {"w": jnp.zeros(())}
-
-        def loss(self, params, batch, rng):
-            return jnp.mean(params["w"] * batch["x"])
-
-    step = jzero.make_train_step(Scale(), config(), mesh=mesh())
-    state = step.init(KEY, {"w": 2})
-    assert state.params["w"].dtype == jnp.float32
-    assert float(step.evaluate(state, BATCH)) == pytest.approx(2 * X.mean(), rel=1e-5)
 
 
 def test_gradients_may_return_the_state_that_moved():
