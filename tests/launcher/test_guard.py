@@ -34,6 +34,10 @@ def test_a_host_name_that_cannot_be_encoded(here):
             assert message.count("\n") == 1
 
 
+def fail():
+    raise UnicodeError("label empty")
+
+
 @pytest.mark.parametrize("name", ["worker-1", "root@gpu.example.com", "10.0.0.1", "fe80::1%eth0", "a.b.", "é", "a_b"])
 def test_a_host_name_that_is_allowed(name):
     assert host_fault(name) == ""
@@ -42,11 +46,7 @@ def test_a_host_name_that_is_allowed(name):
 @pytest.mark.parametrize("fault", ["connecting.Link.to", "failure.Progress.note"])
 def test_an_unexpected_error_in_the_launcher(here, monkeypatch, fault):
     """It ends the job at once, with its type and text in one line."""
-
-    def fails(*_):
-        raise UnicodeError("label empty")
-
-    monkeypatch.setattr(f"jzero.launcher.{fault}", fails)
+    monkeypatch.setattr(f"jzero.launcher.{fault}", lambda *_: fail())
     stop = signal.getsignal(signal.SIGTSTP)
     try:
         assert cli.main([*CPU, "2", "--no_python", "--no_local_rank", "sleep", "1000"]) == 1

@@ -61,13 +61,14 @@ def test_faults(hellos, found):
 
 
 def test_table():
-    some = {name: ALL[name] for name in ("good-1", "old")} | {"deaf": {"error": "ssh: [preauth] :key:"}}
-    table = host_table(some, {"old": ["one", "two"], "deaf": ["ssh: [preauth] :key:"]})
-    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[0] == "|"] == [
+    text = "ssh: [preauth] :key:"  # printed as it is: rich must not read [preauth] as markup
+    some = {name: ALL[name] for name in ("good-1", "old")} | {"deaf": {"error": text}}
+    lines = host_table(some, {"old": ["one", "two"], "deaf": [text]}).splitlines()
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[0] == "|"] == [
         ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"],
         ["good-1", "3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8", "-"],
         ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1", "one; two"],
-        ["deaf", *[""] * 6, "ssh: [preauth] :key:"],  # printed as it is: rich must not read [preauth] as markup
+        ["deaf", *[""] * 6, text],
     ]
 
 
@@ -130,15 +131,11 @@ def connect(tmp_path, monkeypatch):
     return connect
 
 
-def test_a_secret_that_is_given(connect, monkeypatch):
+def test_a_secret_that_is_given_and_a_port_that_is_taken(connect, monkeypatch):
     monkeypatch.setenv("JZERO_SECRET", "my own")
     assert connect({"a": "a"}).connecting.secret == "my own"
-
-
-def test_a_port_that_is_taken(connect):
-    refuses(
-        lambda: connect({"a": "a"}, "--master_port", "7"), "a: port 7 at 127.0.0.1: Address already in use; another"
-    )
+    words = "a: port 7 at 127.0.0.1: Address already in use; another"
+    refuses(lambda: connect({"a": "a"}, "--master_port", "7"), words)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +41,7 @@ def test_a_job_that_succeeds(start, worker, tmp_path):
 
 
 def test_kill_a_rank(start, worker):
+    """At once, though its children keep its output open."""
     job = start(*CPU, 3, worker, WAYS_TO_STAY).until(("ready", 3))
     job.kill(job.rank(2))
     job.ended(128 + signal.SIGKILL, 10).gone(10 - job.took())
@@ -99,15 +99,6 @@ def test_no_child_hides(start, worker, who, how):
     assert job.processes().keys() & before.keys() == {job.process.pid}
     job.kill(job.process.pid, signal.SIGTERM)
     job.ended(128 + signal.SIGTERM, 10).gone(5)
-
-
-@pytest.mark.slow
-def test_kill_the_command_of_a_stopped_agent(start, worker):
-    job = start(*CPU, 1, worker, "hidden").until("ready")
-    job.kill(*job.agents(), signal.SIGSTOP)
-    job.kill(job.process.pid)
-    job.wait()
-    job.gone(15)
 
 
 def test_an_orphan_a_stopped_guard_and_a_second_signal(start, worker):
@@ -219,28 +210,3 @@ def test_a_reader_that_pauses(start, worker):
     pause = 'mkfifo pipe; "$@" > pipe & exec 3< pipe; sleep 12; touch read; cat <&3'
     job = start(*CPU, 2, worker, "much", prefix=["sh", "-c", pause, "sh"]).ended()
     assert job.output.count("x" * 100) == 2 * 3000, job.errors
-
-
-FAILS_FIRST = """
-import os, subprocess, sys, time
-if os.environ["RANK"] == "1":
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]])
-    open("failing", "w").write(str(os.getpid()))
-    os.rename("failing", "failed")
-    raise ValueError("the cause")
-while not os.path.exists("failed"):
-    time.sleep(0.01)
-while os.path.exists("/proc/" + open("failed").read()):
-    time.sleep(0.01)
-time.sleep(0.2)
-sys.exit(9)
-"""
-
-
-def test_the_first_to_fail_is_named(start, tmp_path):
-    """Even if its children keep its output open, and another rank fails because of it."""
-    job = start(*CPU, 2, "worker.py", program=FAILS_FIRST).ended(1)
-    assert time.time() - (tmp_path / "failed").stat().st_mtime < 20
-    assert "rank 1 exited with code 1 first" in job.errors
-    assert job.errors.endswith("ValueError: the cause\n")
-    job.gone(5)

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -132,7 +130,7 @@ def test_layouts_of_two_processes_and_of_one(job, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{name} -> {back}")
 
 
-KILLS = [  # the random kills below hit steps and restores, too
+KILLS = [
     ("_check_shared writing", "stage3 x 2", [1]),
     ("commit committing", "pipe x 2", [0, 1]),
     ("commit committing", "stage3 x 2", [1]),  # rank 0 commits, a peer dies
@@ -171,36 +169,6 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert "stopped" not in goodput.lost
     assert goodput.steps + sum(goodput.lost.values()) == pytest.approx(goodput.wall, abs=1e-3)
     assert goodput.wall > goodput.lost["restart"] > 0
-
-
-def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
-    """Any process, at any moment; the losses are the straight run's."""
-    layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)
-    end, kills, outputs = time.monotonic() + 45, 0, []
-    while True:
-        more = time.monotonic() < end
-        running = job(TRAIN, "train", layout, directory, PACE="0.4" if more else "0")
-        moment, killed = time.monotonic() + chance.uniform(1, 12), False
-        while more and running.process.poll() is None and time.monotonic() < moment:
-            time.sleep(0.02)
-        if more and running.process.poll() is None and (processes := running.processes()):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                running.kill(chance.choice(sorted(processes)))
-                killed = True
-        code = running.wait()
-        running.gone()
-        kills += killed
-        outputs.append(running.output)
-        assert killed or code == 0, running.errors
-        if "step 12" in running.output and not code:  # the run is complete
-            found = losses("\n".join(outputs))
-            assert found == {step: loss for step, loss in straight(layout).items() if step in found}
-            outputs.clear()
-            if not more:
-                break
-            shutil.rmtree(directory)  # start over: kills may still hit every phase
-    print(f"{kills} kills")
-    assert kills >= 2
 
 
 @pytest.mark.parametrize("told", some(["command", "rank 1"], ["rank 1"]))

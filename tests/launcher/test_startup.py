@@ -8,9 +8,6 @@ import sys
 from jobs import ROOT
 from planning import A, B
 
-from jzero import cli
-from jzero.weights.export import DTYPES
-
 ON_HOSTS = ["--dry_run", "--hostfile", "hosts"]
 ANSWERS = {
     "help": ["--help"],
@@ -65,12 +62,6 @@ def test_a_job_s_command_does_not_import_jax(tmp_path):
     found, errors = python(code, *options, "sh", "-c", "echo $SEEN $JZERO_JOB_ID > said", folder=tmp_path)
     assert not {"jax", "jaxlib", "numpy", "pydantic"} & set(found)
     assert (tmp_path / "said").read_text().startswith("sourced "), errors
-
-
-def test_export_offers_every_dtype(capsys):
-    for dtype in DTYPES:
-        assert cli.main(["export", "nowhere", "out", "--dtype", dtype]) == 2
-        assert "nowhere" in capsys.readouterr().err
 
 
 def test_an_import_leaves_out_what_only_some_calls_use(tmp_path):

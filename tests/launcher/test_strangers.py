@@ -85,15 +85,12 @@ def test_everyone_hears_who_is_missing(port):
     assert other.seconds < 30
 
 
-def test_nobody_listens(port):
+def test_process_0_cannot_listen_or_does_not(port):
     process = Process(port, 1, 2, timeout=0.3)
     what = f"timed out after 0.3 s waiting for process 0 at 127.0.0.1:{port}: Connection refused"
     assert process.ended().startswith(f"process 1 of 2 {what}")
     assert "check MASTER_ADDR and MASTER_PORT" in process.error
     assert 0.3 <= process.seconds < 20
-
-
-def test_port_is_busy(port):
     with socket.create_server(("127.0.0.1", port)):
         process = Process(port, 0, 2, timeout=10)
         said = process.ended()
@@ -239,12 +236,11 @@ def served(work):
         return asyncio.run(run())
 
 
-def test_an_agent_that_is_reached(port):
+def test_an_agent_that_is_reached():
     async def called(port):
         return [await asyncio.to_thread(agent.reach, "127.0.0.1", port, secret) for secret in ("secret", "other")]
 
     assert served(called) == ["127.0.0.1", None]
-    assert agent.reach("127.0.0.1", port, "secret") is None
 
 
 def test_silent_callers_are_bounded(monkeypatch):

@@ -141,15 +141,9 @@ def test_a_table_is_refused_with_the_line_that_makes_jsonl_of_it(name, between, 
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        (
-            TALK[:1],
-            "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* the roles are user: ",
-        ),
+        (TALK[:1], "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* the roles are user: "),
         ([{**turn, "role": "bot"} for turn in TALK], "the roles are bot: must be system, user, assistant or tool$"),
-        (
-            [TALK[0], {**TALK[1], "content": None}],
-            r"^line 3: .*of message 2 \(assistant\) is null: must be a t",
-        ),
+        ([TALK[0], {**TALK[1], "content": None}], r"^line 3: .*of message 2 \(assistant\) is null: must be a t"),
         ([TALK[0], {"role": "assistant", "tool_calls": []}], "^line 3: .* message 2 .assistant. is null"),
     ],
 )
