@@ -123,13 +123,8 @@ def pure(tree):
     return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else linen.meta.unbox(tree)
 
 
-CASES = [
-    ("net", two_devices, "pure"),
-    ("deep", managed, "own"),
-    ("linen", composite, "own"),
-    ("net", halves, "own"),
-    ("linen", standard, "pure"),
-]
+CASES = [("net", two_devices, "pure"), ("deep", managed, "own"), ("linen", composite, "own"), ("net", halves, "own"),
+         ("linen", standard, "pure")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "writer", "form"), keep(CASES, CASES[:3]))

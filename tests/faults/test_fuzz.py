@@ -42,7 +42,7 @@ CONFIG = TUTORIAL_ZERO3 | {
 }  # fmt: skip
 
 
-@fuzzer(few=300, many=10_000)
+@fuzzer(few=200, many=10_000)
 def configs(r, folder):
     data = json.loads(json.dumps(CONFIG))
     for _ in range(r.choice([0, 1, 1, 2, 5])):
@@ -92,7 +92,7 @@ class Linear:
         return jnp.mean(batch @ params["w"] + params["b"])
 
 
-@fuzzer(few=150, many=2000)
+@fuzzer(few=100, many=2000)
 def steps(r, folder):
     def chosen(known, **params):
         name = r.choice(list(known))
@@ -119,7 +119,7 @@ VARIABLES = [
 SHARED = "# shared\nNCCL_DEBUG=INFO\nexport HF_HOME = /data/hf\nXLA_FLAGS=--a=1 --b=2\n\nEMPTY=\n"
 
 
-@fuzzer(few=500, many=10_000)
+@fuzzer(few=300, many=10_000)
 def hostfiles(r, folder):
     match r.randrange(5):
         case 4:
@@ -200,7 +200,7 @@ RECORDS = [
 CURVES = [{"step": n, "samples": 8 * n, "Train/Samples/train_loss": 3.0 / n} for n in (1, 2, 3)]
 
 
-@fuzzer(few=250, many=10_000)
+@fuzzer(few=150, many=10_000)
 def ledgers(r, folder):
     name, lines = r.choice([(schema.FILE, RECORDS)] * 3 + [(METRICS, CURVES)])
     lines = json.loads(json.dumps(lines))

@@ -21,22 +21,19 @@ NASTY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "argv"),
-    [
+def test_script(here):
+    for words, argv in (
         (["train.py"], [sys.executable, "-u", "train.py", "--local_rank=1"]),
         (["--module", "train.py"], [sys.executable, "-u", "-m", "train.py", "--local_rank=1"]),
         (["--no_local_rank", "--no_python", "sh"], ["sh"]),
-    ],
-)
-def test_script(here, words, argv):
-    words = ["--platform", "cpu", "--num_gpus", "2", *words, "--lr", "1"]
-    (command,) = here.dry(*words)["commands"]
-    assert command[0] == sys.executable
-    shown = [word for word in argv if word != "--local_rank=1"]
-    assert command[command.index(BOOT) + 1 :] == [*shown, "--lr", "1"]
-    job = make_job(options.parse(words), os.environ, os.getcwd())
-    assert job.command(job.processes[1]) == [*argv, "--lr", "1"]
+    ):
+        words = ["--platform", "cpu", "--num_gpus", "2", *words, "--lr", "1"]
+        (command,) = here.dry(*words)["commands"]
+        assert command[0] == sys.executable
+        shown = [word for word in argv if word != "--local_rank=1"]
+        assert command[command.index(BOOT) + 1 :] == [*shown, "--lr", "1"]
+        job = make_job(options.parse(words), os.environ, os.getcwd())
+        assert job.command(job.processes[1]) == [*argv, "--lr", "1"]
 
 
 def line_of(command):

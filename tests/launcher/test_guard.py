@@ -38,9 +38,17 @@ def fail():
     raise UnicodeError("label empty")
 
 
-@pytest.mark.parametrize("name", ["worker-1", "root@gpu.example.com", "10.0.0.1", "fe80::1%eth0", "a.b.", "é", "a_b"])
-def test_a_host_name_that_is_allowed(name):
-    assert host_fault(name) == ""
+def test_a_host_name_that_is_allowed():
+    for name in (
+        "worker-1",
+        "root@gpu.example.com",
+        "10.0.0.1",
+        "fe80::1%eth0",
+        "a.b.",
+        "é",
+        "a_b",
+    ):
+        assert host_fault(name) == ""
 
 
 @pytest.mark.parametrize("fault", ["connecting.Link.to", "failure.Progress.note"])

@@ -77,9 +77,8 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "one_host", "chosen"),
-    [
+def test_the_address_of_a_name(monkeypatch):
+    for name, one_host, chosen in (
         ("both", False, "192.0.2.1"),
         ("six", False, "2001:db8::1"),
         ("several", False, ""),
@@ -91,19 +90,20 @@ NAMES = {
         ("localhost", True, "127.0.0.1"),
         ("127.0.0.1", False, ""),
         ("::1", True, "::1"),
-    ],
-)
-def test_the_address_of_a_name(monkeypatch, name, one_host, chosen):
-    def lookup(host, *_, **__):
-        if host == "nowhere":
-            raise socket.gaierror("no such name")
-        return [(0, 0, 0, "", (address, 0)) for address in NAMES.get(host, [host])]
+    ):
 
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    monkeypatch.setattr(connections, "is_own", lambda address: not address.startswith("203."))
-    assert bind_address(name, one_host, {}) == chosen
-    loopback = one_host and name in ("localhost", "::1")  # the processes call it, so nothing else will do
-    assert bind_address(name, one_host, {"JZERO_BIND_ADDRESS": "192.0.2.9"}) == (chosen if loopback else "192.0.2.9")
+        def lookup(host, *_, **__):
+            if host == "nowhere":
+                raise socket.gaierror("no such name")
+            return [(0, 0, 0, "", (address, 0)) for address in NAMES.get(host, [host])]
+
+        monkeypatch.setattr(socket, "getaddrinfo", lookup)
+        monkeypatch.setattr(connections, "is_own", lambda address: not address.startswith("203."))
+        assert bind_address(name, one_host, {}) == chosen
+        loopback = one_host and name in ("localhost", "::1")  # the processes call it, so nothing else will do
+        assert bind_address(name, one_host, {"JZERO_BIND_ADDRESS": "192.0.2.9"}) == (
+            chosen if loopback else "192.0.2.9"
+        )
 
 
 def test_a_bind_address_that_is_none():

@@ -23,14 +23,8 @@ def secrets(here, monkeypatch):
 @pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "k8s"])
 def test_plan(here, launcher):
     """Arguments are shown as they are: a masked one would suggest that command lines keep secrets."""
-    words = [
-        "--platform=cpu",
-        f"--export=MY_PASSWORD={SECRET}",
-        "--export=NCCL_DEBUG",
-        "train.py",
-        "--api_key",
-        "shown",
-    ]
+    exported = f"--export=MY_PASSWORD={SECRET}", "--export=NCCL_DEBUG"
+    words = ["--platform=cpu", *exported, "train.py", "--api_key", "shown"]
     if launcher == "k8s":
         manifest, pod = here.manifest("--launcher_args=image=i", "--num_nodes=1", "--num_gpus=1", *words)
         env = {v["name"]: v["value"] for v in pod["containers"][0]["env"]}

@@ -39,25 +39,22 @@ ALL = {
 FEW = "GPUs, 8 are wanted: correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
 
-@pytest.mark.parametrize(
-    ("hellos", "found"),
-    [
-        *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
-            {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
-        ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
-        ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
-            {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
-        ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello(gpus=7)},
-            {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
-        ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
-        ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
-        (ALL, {"deaf": [ALL["deaf"]["error"]], "old": [
-            "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
-            "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
-    ],
-)  # fmt: skip
-def test_faults(hellos, found):
-    assert faults(hellos, dict.fromkeys(hellos, 8)) == found
+def test_faults():
+    for hellos, found in (
+            *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
+                {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
+            ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
+            ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
+                {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
+            ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello(gpus=7)},
+                {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
+            ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
+            ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
+            (ALL, {"deaf": [ALL["deaf"]["error"]], "old": [
+                "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
+                "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
+    ):  # fmt: skip
+        assert faults(hellos, dict.fromkeys(hellos, 8)) == found
 
 
 def test_table():
@@ -72,20 +69,17 @@ def test_table():
     ]
 
 
-@pytest.mark.parametrize(
-    ("said", "problems"),
-    [
+def test_weak_points():
+    for said, problems in (
         ({}, ["8 GPUs and no CUDA plugin: pip install -e "]),
         ({"gpus": 0}, []),
         ({"jax_cuda12_plugin": "0.11.2"}, []),
         ({"jax_cuda13_plugin": "0.11.1"}, ["jax-cuda13-plugin 0.11.1 with jaxlib 0.11.2: install the same"]),
-    ],
-)
-def test_weak_points(said, problems):
-    found = weak_points(hello(**said) | {"shared_memory": 2**31})
-    assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
-    little = weak_points(hello(**said) | {"shared_memory": 2**20})
-    assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
+    ):
+        found = weak_points(hello(**said) | {"shared_memory": 2**31})
+        assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
+        little = weak_points(hello(**said) | {"shared_memory": 2**20})
+        assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
 
 
 class Host:

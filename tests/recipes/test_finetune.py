@@ -115,9 +115,8 @@ def test_loss_falls_and_the_model_loads(kind, method, directory, data, tmp_path,
 @pytest.mark.slow
 def test_the_samples_of_a_gpt2_have_its_positions(data, tmp_path):
     tokenizer = byte_tokenizer()
-    shape = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=len(tokenizer), n_positions=48, eos_token_id=tokenizer.eos_token_id
-    )
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 48, "eos_token_id": tokenizer.eos_token_id}
+    shape = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)
     transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     tuned = finetune(str(tmp_path), data("text"), out=tmp_path / "out", method="full", steps=2, length=48)
@@ -167,7 +166,6 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"micro_batch": 5, "batch": 16}, "--micro_batch 5: must divide the 2 rows"),
         ({"config": {"optimizr": {}}}, "optimizer"),
         ({"config": {"train_batch_size": 8}}, "--config has train_batch_size: give it as --batch"),
-        ({"lr": 0.0}, "--lr 0.0: must be positive"),
         ({"beta": float("nan")}, "--beta nan: must be positive"),
         ({"memory": 40}, "did you mean 40GB?"),
         ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
@@ -271,7 +269,7 @@ def test_the_half_precision_is_the_devices(given, on_a_t4, on_an_h100):
         assert settle_precision(Config.load(made), {"w": np.zeros(2, np.float32)}, device)[0].precision == expected
 
 
-@pytest.mark.parametrize("steps", [1, 2, 90])
+@pytest.mark.parametrize("steps", [1, 90])
 def test_no_step_is_taken_at_rate_zero(steps):
     """The warm-up is a line through 0 before the first step; the cosine ends after the last."""
     section = choices.warmup_cosine(2e-4, steps)
