@@ -1,11 +1,15 @@
-"""A checkpoint is the same with and without `stack=`: in files, in a resumed run, in exports."""
+"""A checkpoint is the same with and without `stack=` and on groups of devices: in files, resumed runs and exports."""
 
 import json
+from functools import cache
 
 import jax
 import numpy as np
 import pytest
-from helpers.sampling import some
+from helpers.group_layouts import LAYOUTS, make_engine, plain
+from helpers.mixture_models import batches
+from helpers.oracle import largest_error
+from helpers.sampling import keep, some
 from helpers.stack_models import BATCHES, ROWS, WIDTH, Small, SmallGPT, SmallScannedGPT, loss_fn
 from helpers.steps import settings
 from safetensors.numpy import load_file
@@ -100,3 +104,33 @@ def test_the_files_are_the_same(tmp_path):
     for name, x in plain_state(both["stacked"]).items():
         if name.startswith("0/"):
             np.testing.assert_array_equal(x, files[0][name.removeprefix("0/").replace("/", ".")].astype(x.dtype))
+
+
+NAMES = [*LAYOUTS]
+PAIRS = [*zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)]  # each layout saves once, and loads once
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function of a layout: (an engine that has done two steps, the directory of its checkpoint)."""
+
+    @cache
+    def train(name):
+        directory, engine = tmp_path_factory.mktemp("run"), make_engine(name)
+        for batch in batches()[:2]:
+            engine.train_batch(batch)
+        engine.save_checkpoint(directory)
+        return engine, directory
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), keep(PAIRS, PAIRS[:2]))
+def test_a_checkpoint_continues_on_another_layout(first, second, trained):
+    (_, directory), (engine, _) = trained(first), trained(second)
+    engine.load_checkpoint(directory)
+    assert engine.global_steps == 2
+    losses, params = plain()
+    assert float(engine.train_batch(batches()[2])) == pytest.approx(losses[2], rel=1e-6)
+    assert largest_error(engine.state.params, params) < 5e-6

@@ -189,7 +189,7 @@ TABLE: dict[str, list[Fault]] = {
                   "a link is removed; what cannot be removed is an error in one line"),
         elsewhere("test_the_agents_folder_is_private", "another user looks for a job's files",
                   "the agent's folder has mode 700"),
-        elsewhere("test_plan", "secrets among the variables, under every launcher",
+        elsewhere("test_no_secret_is_in_a_plan", "secrets among the variables, under every launcher",
                   "the plan, the manifest and errors print `***`"),
     ],
 }  # fmt: skip

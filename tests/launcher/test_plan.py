@@ -1,4 +1,4 @@
-"""The plan: the options, and the ranks, environment and devices that `--dry_run` prints."""
+"""The plan: the options, the ranks, environment and devices that `--dry_run` prints, and the secrets that it masks."""
 
 import argparse
 import json
@@ -8,7 +8,11 @@ import pytest
 from planning import A, B, C
 
 from jzero import cli
-from jzero.launcher import options
+from jzero.config import Config
+from jzero.distributed.place import host_fault
+from jzero.errors import ConfigError
+from jzero.launcher import kubernetes, options
+from jzero.launcher.job import make_job
 
 FROZEN = [
     ("-H --hostfile", None), ("-i --include", ""), ("-e --exclude", ""), ("--num_nodes", -1),
@@ -185,3 +189,95 @@ def test_too_few_visible_devices(here):
     here.setenv("CUDA_VISIBLE_DEVICES", "0")
     message = here.refused("-H", path, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")
     assert "leaves 1 of 2 slots, which the other hosts cannot see with --no_ssh: unset it" in message
+
+
+NAMES = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SECRET", "MLFLOW_TRACKING_PASSWORD", "TF_CREDENTIALS", "NCCL_my_key"]
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def secrets(here, monkeypatch):
+    for name in [*NAMES, "JZERO_SECRET"]:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+
+
+@pytest.mark.usefixtures("secrets")
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "k8s"])
+def test_no_secret_is_in_a_plan(here, launcher):
+    """Arguments are shown as they are: a masked one would suggest that command lines keep secrets."""
+    exported = f"--export=MY_PASSWORD={SECRET}", "--export=NCCL_DEBUG"
+    words = ["--platform=cpu", *exported, "train.py", "--api_key", "shown"]
+    if launcher == "k8s":
+        manifest, pod = here.manifest("--launcher_args=image=i", "--num_nodes=1", "--num_gpus=1", *words)
+        env = {v["name"]: v["value"] for v in pod["containers"][0]["env"]}
+        assert env == {"MY_PASSWORD": "***", "NCCL_DEBUG": "INFO"}
+        text = json.dumps(manifest)
+    else:
+        plan = here.dry(f"--launcher={launcher}", "--hostfile", here.hosts("localhost slots=1"), *words)
+        env = plan["processes"][0]["env"]
+        assert {name: env[name] for name in [*NAMES, "MY_PASSWORD"]} == dict.fromkeys([*NAMES, "MY_PASSWORD"], "***")
+        assert env["NCCL_DEBUG"] == "INFO"
+        text = json.dumps(plan)
+    assert SECRET not in text
+    assert "shown" in text
+
+
+@pytest.mark.usefixtures("secrets")
+def test_processes_get_the_secrets(here):
+    words = ["--platform=cpu", "--launcher_args=image=i", f"--export=MY_PASSWORD={SECRET}", "train.py"]
+    env = {name: SECRET for name in NAMES} | {"HOME": str(here.path)}
+    job = make_job(options.parse(words), env, str(here.path))
+    assert {job.processes[0].env[name] for name in NAMES} == {SECRET}
+    assert SECRET in json.dumps(kubernetes.jobset(job, job.processes[0].env))
+
+
+@pytest.mark.usefixtures("secrets")
+def test_no_secret_is_in_an_error(here):
+    for line in (f"WANDB_API_KEY: {SECRET}", f"export JZERO_JOB_ID=TOKEN{SECRET}"):
+        here.write(".jzero_env", line)
+        assert SECRET not in here.refused("--platform=cpu", "train.py")
+    (here.path / ".jzero_env").unlink()
+    for name in ("API-KEY", "JZERO_SECRET"):
+        said = here.refused("--platform=cpu", f"--export={name}={SECRET}", "train.py")
+        assert SECRET not in said
+    assert "export JZERO_SECRET" in said
+    for config in (
+        {"wandb": [{"api_key": SECRET}]}, {"optimizer": {"type": "Adam", "params": {"api_key": SECRET}}},
+        {"compiler_options": {"api_key": [SECRET]}}, {"comet": {"api_key": SECRET, "token": SECRET}},
+        {"API_KEY": SECRET}, {"secret": {"seed": 1}},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            Config.load(config)
+        assert SECRET not in str(error.value)
+    assert '{"seed": 1}' in str(error.value)  # only texts are masked
+
+
+HOST_NAMES = {
+    "worker..1": "must have 1 to 63 characters between its dots",
+    f"{'a' * 64}.com": "must have 1 to 63 characters between its dots",
+    "root@-v": "cannot begin with -",
+    "a\x00b": "must have 1 to 253 characters, without spaces and control characters",
+    "a." * 127: "must have 1 to 253 characters, without spaces and control characters",
+}
+
+
+def test_a_host_name_that_cannot_be_encoded(here):
+    """It is refused in one line wherever it is written."""
+    cpu = ["--platform", "cpu"]
+    good = here.write("good", f"{A} slots=1", "localhost slots=1")
+    for name, why in HOST_NAMES.items():
+        path = here.hosts("localhost slots=1", f"{name} slots=1")
+        options = [["-H", path], *(["-H", good, f"{option}={name}"] for option in ("-i", "--master_addr"))]
+        if "\x00" not in name:  # no environment holds it
+            here.setenv("SLURM_JOB_NODELIST", name)
+            options.append(["--num_gpus", 1])
+        for words in options:
+            message = here.refused(*cpu, *words, "train.py")
+            assert f"a host's name {why}" in message
+            assert message.count("\n") == 1
+
+
+def test_a_host_name_that_is_allowed():
+    names = ["worker-1", "root@gpu.example.com", "10.0.0.1", "fe80::1%eth0", "a.b.", "é", "a_b"]
+    assert [host_fault(name) for name in names] == [""] * len(names)

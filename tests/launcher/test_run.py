@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from helpers.sampling import keep
 from jobs import PATIENCE, QUICK, stand_in, wait_for
-from workers import CPU
+from workers import CPU, WORKER
+
+from jzero import cli
 
 pytestmark = pytest.mark.processes
 
@@ -210,3 +212,57 @@ def test_a_reader_that_pauses(start, worker):
     pause = 'mkfifo pipe; "$@" > pipe & exec 3< pipe; sleep 12; touch read; cat <&3'
     job = start(*CPU, 2, worker, "much", prefix=["sh", "-c", pause, "sh"]).ended()
     assert job.output.count("x" * 100) == 2 * 3000, job.errors
+
+
+def fail():
+    raise UnicodeError("label empty")
+
+
+@pytest.mark.parametrize("fault", ["connecting.Link.to", "failure.Progress.note"])
+def test_an_unexpected_error_in_the_launcher(here, monkeypatch, fault):
+    """It ends the job at once, with its type and text in one line."""
+    monkeypatch.setattr(f"jzero.launcher.{fault}", lambda *_: fail())
+    stop = signal.getsignal(signal.SIGTSTP)
+    try:
+        assert cli.main([*CPU, "2", "--no_python", "--no_local_rank", "sleep", "1000"]) == 1
+    finally:
+        signal.signal(signal.SIGTSTP, stop)
+    said = here.capsys.readouterr().err
+    assert "jzero: the command itself failed: UnicodeError: label empty (test_run.py, line " in said
+    assert "Traceback" not in said
+
+
+MAIN = """
+import sys, time
+from jzero import cli
+from jzero.launcher import attempt
+
+def fails(*_):
+    raise UnicodeError("label empty")
+
+def sleeps(*_):
+    print("stuck", flush=True)
+    time.sleep(1000)
+
+attempt.Attempt.{fault}
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", ["interrupt = fails", pytest.param("tick = sleeps", marks=pytest.mark.slow)])
+def test_a_launcher_that_is_stuck_ends_after_sigterm(start, tmp_path, fault):
+    """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""
+    (tmp_path / "faulty.py").write_text(MAIN.format(fault=fault))
+    job = start(*CPU, 2, "--grace", 1, "worker.py", main=["faulty.py"], program=WORKER)
+    job.until("stuck" if "sleeps" in fault else ("ready", 2))
+    job.kill(job.process.pid, signal.SIGTERM)
+    code = job.wait(20)
+    job.gone(10)
+    if "sleeps" in fault:
+        assert code == 128 + signal.SIGTERM
+        assert "the command itself was stuck" in job.errors
+        assert job.took() < 19
+    else:
+        assert code == 1
+        assert "UnicodeError: label empty (faulty.py, line 7)" in job.errors
