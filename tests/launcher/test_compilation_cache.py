@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from workers import CPU
+from jobs import CPU
 
 from jzero.distributed import compilation_cache
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from helpers.sampling import some
 from hosts import NEEDS, can_run
-from jobs import QUICK, ROOT
-from workers import CPU
+from jobs import CPU, QUICK, ROOT
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
 

@@ -8,9 +8,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jobs import ROOT, stand_in
+from jobs import CPU, ROOT, stand_in
 from test_attempt import Driven
-from workers import CPU
 
 import jzero
 from jzero import cli

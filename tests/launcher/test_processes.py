@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 from helpers.refusals import refuses
 from helpers.tensor_models import reference
-from jobs import QUICK
-from workers import CPU, TRIED, said
+from jobs import CPU, QUICK, TRIED, said
 
 import jzero
 from jzero.distributed import host_collectives, last_words

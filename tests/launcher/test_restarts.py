@@ -8,7 +8,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from workers import CPU
+from jobs import CPU
 
 from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE, read_outages
 from jzero.errors import ConfigError

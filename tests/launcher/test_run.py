@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.sampling import keep
-from jobs import PATIENCE, QUICK, stand_in, wait_for
-from workers import CPU, WORKER
+from jobs import CPU, PATIENCE, QUICK, WORKER, stand_in, wait_for
 
 from jzero import cli
 

@@ -14,8 +14,7 @@ import layouts as runs
 import numpy as np
 import pytest
 from helpers.sampling import some
-from jobs import QUICK, ROOT, Command
-from workers import CPU, TRIED, said
+from jobs import CPU, QUICK, ROOT, TRIED, Command, said
 
 import jzero
 from jzero import ledger

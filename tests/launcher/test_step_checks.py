@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.engines import build, config, printed, rows
-from jobs import QUICK
-from workers import CPU
+from jobs import CPU, QUICK
 
 import jzero
 import jzero.run.diagnosis.step_checks

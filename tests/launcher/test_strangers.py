@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from hosts import NEEDS, can_run
-from jobs import PATIENCE, wait_for
-from workers import CPU
+from jobs import CPU, PATIENCE, wait_for
 
 from jzero import ConfigError
 from jzero.distributed import connections
