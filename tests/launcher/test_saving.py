@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -214,22 +211,16 @@ def test_sigterm_when_another_rank_takes_no_more_steps(job, tmp_path, what, code
     assert (late in running.errors) == (what == "stopped")
 
 
-def test_sigterm_of_one_process_alone(tmp_path):
+def test_sigterm_of_one_process_alone(start, tmp_path):
     """Without the launcher."""
-    (tmp_path / "worker.py").write_text(WORKER + TRAIN)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JZERO_"))} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-u", tmp_path / "worker.py", "x", "train", "stage3 x 2", tmp_path / "runs"]
-    running = subprocess.Popen(command, env=env | {"PACE": "1"}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    for line in running.stdout:
-        if line.startswith("step 3"):
-            running.terminate()
-            break
-    rest = running.stdout.read()
-    assert running.wait(30) == 75
-    last = max([3, *map(int, re.findall(r"^step (\d+) ", rest, re.M))])
+    main, env = ["-u", "worker.py", "x"], QUICK | {"JAX_PLATFORMS": "cpu", "PACE": "1"}
+    running = start("train", "stage3 x 2", tmp_path / "runs", main=main, env=env, program=WORKER + TRAIN)
+    running.until("\nstep 3 ").kill(running.process.pid, signal.SIGTERM)
+    said = running.ended(75, 30).output
+    last = max(map(int, re.findall(r"^step (\d+) ", said, re.M)))
     saved = jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"]
     assert saved in (last, last + 1)
-    assert re.search(rf"^step {saved}: loss \d.*\njzero: SIGTERM: saved", rest, re.M)  # the script did not get it
+    assert re.search(rf"^step {saved}: loss \d.*\njzero: SIGTERM: saved", said, re.M)  # the script did not get it
 
 
 MISTAKES = """
@@ -288,8 +279,7 @@ def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
     theirs.touch()
     done = job(MISTAKES, "x", "stage3 x 2", tmp_path / "runs").ended()
     assert theirs.exists()
-    waits = "jzero: process 0 waits for process 1 (saving a checkpoint): all processes must make this call"
-    assert waits in done.errors
+    assert "process 0 waits for process 1 (saving a checkpoint): all processes must make this call" in done.errors
     for rank, texts in enumerate(said(done)):
         for name, words in MESSAGES.items():
             assert words in texts.get(name, words if name == "alone" and rank else "")

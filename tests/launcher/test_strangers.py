@@ -326,35 +326,29 @@ NAMES = {
     "both": ["192.0.2.1", "2001:db8::1"], "debian": ["127.0.1.1"], "six": ["2001:db8::1"],
     "several": ["192.0.2.1", "192.0.2.2"], "elsewhere": ["203.0.113.1"], "localhost": ["127.0.0.1", "::1"],
 }  # fmt: skip
+# The other hosts know Debian's name by another address; some systems set MASTER_ADDR to localhost on the first of them.
+SEVERAL_HOSTS = {
+    "both": "192.0.2.1", "six": "2001:db8::1", "several": "", "elsewhere": "", "nowhere": "", "debian": "",
+    "localhost": "", "127.0.0.1": "",
+}  # fmt: skip
+ONE_HOST = {"debian": "127.0.1.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
 def test_the_address_of_a_name(monkeypatch):
-    for name, one_host, chosen in (
-        ("both", False, "192.0.2.1"),
-        ("six", False, "2001:db8::1"),
-        ("several", False, ""),
-        ("elsewhere", False, ""),
-        ("nowhere", False, ""),
-        ("debian", False, ""),  # the other hosts know the name by another address
-        ("debian", True, "127.0.1.1"),
-        ("localhost", False, ""),  # some systems set MASTER_ADDR so on the first of several hosts
-        ("localhost", True, "127.0.0.1"),
-        ("127.0.0.1", False, ""),
-        ("::1", True, "::1"),
-    ):
+    def lookup(host, *_, **__):
+        if host == "nowhere":
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (address, 0)) for address in NAMES.get(host, [host])]
 
-        def lookup(host, *_, **__):
-            if host == "nowhere":
-                raise socket.gaierror("no such name")
-            return [(0, 0, 0, "", (address, 0)) for address in NAMES.get(host, [host])]
-
-        monkeypatch.setattr(socket, "getaddrinfo", lookup)
-        monkeypatch.setattr(connections, "is_own", lambda address: not address.startswith("203."))
-        assert bind_address(name, one_host, {}) == chosen
-        loopback = one_host and name in ("localhost", "::1")  # the processes call it, so nothing else will do
-        assert bind_address(name, one_host, {"JZERO_BIND_ADDRESS": "192.0.2.9"}) == (
-            chosen if loopback else "192.0.2.9"
-        )
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(connections, "is_own", lambda address: not address.startswith("203."))
+    given = {"JZERO_BIND_ADDRESS": "192.0.2.9"}
+    for one_host, expected in ((False, SEVERAL_HOSTS), (True, ONE_HOST)):
+        assert {name: bind_address(name, one_host, {}) for name in expected} == expected
+    # The processes of one host call loopback, so nothing else will do.
+    for name, one_host in (("both", False), ("localhost", False), ("debian", True)):
+        assert bind_address(name, one_host, given) == "192.0.2.9"
+    assert [bind_address(name, True, given) for name in ("localhost", "::1")] == ["127.0.0.1", "::1"]
 
 
 def test_a_bind_address_that_is_none():
