@@ -50,6 +50,7 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     found = Checkpoint.find(tmp_path)
     assert found.notes == {"epoch": 3, "best": 0.5}
     assert found.shapes["params/w"] == (ROWS, 16)
+    assert "7 leaves" in repr(found)
     read = found.read({"params/w": replicated["params"]["w"]})  # one leaf alone
     assert_same(read, {"params/w": saved["params"]["w"]})
     save(saved, tmp_path, 0.25, latest=False).wait()
