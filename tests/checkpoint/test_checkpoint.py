@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from helpers.checkpoints import ROWS, assert_same, mesh, nothing_left_over, plain, shardings, state  # noqa: F401
 from helpers.refusals import refuses
-from helpers.sampling import keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -54,10 +53,9 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     assert "7 leaves" in repr(found)
     read = found.read({"params/w": replicated["params"]["w"]})  # one leaf alone
     assert_same(read, {"params/w": saved["params"]["w"]})
-    for tag in (7, 0.25):
-        save(saved, tmp_path, tag, latest=False).wait()
-        assert_same(restore(tmp_path, shardings(saved), tag=tag), saved)
-    assert names(tmp_path) == {"a", "7", "0.25", "latest"}
+    save(saved, tmp_path, 0.25, latest=False).wait()
+    assert_same(restore(tmp_path, shardings(saved), tag=0.25), saved)
+    assert names(tmp_path) == {"a", "0.25", "latest"}
     assert (tmp_path / "latest").read_text() == "a"
     assert save(Numbered(jnp.int32(3)), tmp_path / "default").wait().name == "global_step3"
 
@@ -98,26 +96,15 @@ def test_a_kill_between_two_renames(tmp_path):
     assert names(tmp_path) == {"a", "b", "latest"}
 
 
-BOTH = ("data", "zero")
-
-
-@pytest.mark.parametrize(
-    ("shape", "before", "after"),
-    [
-        ((8, 3), (), (BOTH, None)),
-        ((3, 16), (), (None, BOTH)),
-        ((8, 3), ("zero",), (("zero", "data"), None)),
-        ((3, 8), (None, "zero"), (None, ("zero", "data"))),
-        ((8,), (BOTH,), (BOTH,)),
-        ((3, 5), (), (None, None)),
-        ((), (), ()),
-    ],
-)
-def test_copies_are_spread_over_the_axes_of_replicas(shape, before, after):
-    grid = jzero.make_mesh(data=2, zero=4)
-    before, after = (NamedSharding(grid, PartitionSpec(*spec)) for spec in (before, after))
-    copied = snapshot.copy_sharding(jax.device_put(jnp.ones(shape), before))
-    assert copied.is_equivalent_to(after, len(shape))
+def test_copies_are_spread_over_the_axes_of_replicas():
+    grid, both = jzero.make_mesh(data=2, zero=4), ("data", "zero")
+    for shape, before, after in (
+        ((3, 16), (), (None, both)), ((8, 3), ("zero",), (("zero", "data"), None)),
+        ((8,), (both,), (both,)), ((3, 5), (), (None, None)), ((), (), ()),
+    ):  # fmt: skip
+        before, after = (NamedSharding(grid, PartitionSpec(*spec)) for spec in (before, after))
+        copied = snapshot.copy_sharding(jax.device_put(jnp.ones(shape), before))
+        assert copied.is_equivalent_to(after, len(shape))
 
 
 # ------------------------------------------------------------------------------------------- what is kept
@@ -187,15 +174,12 @@ def test_unreadable_directories(tmp_path, monkeypatch):
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000), data=st.data())
-def test_a_checksum_sees_every_change(seed, data):
-    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool"]))
-    x = np.random.default_rng(seed).integers(0, 2, (4, 6)).astype(dtype)
-    bits = x.view(np.uint8).copy()
-    place = data.draw(st.integers(0, bits.size - 1))
+@given(dtype=st.sampled_from(["float32", "bfloat16", "int8", "bool"]), place=st.integers(0, 23), bit=st.integers(0, 7))
+def test_a_checksum_sees_every_change(dtype, place, bit):
+    bits = np.random.default_rng(place).integers(0, 2, (4, 6)).astype(dtype).view(np.uint8)
     flipped = bits.copy()
-    flipped.reshape(-1)[place] ^= 1 if dtype == "bool" else 1 << data.draw(st.integers(0, 7))
-    one, other = (int(checksums.checksums({"x": jnp.asarray(b.view(x.dtype))})[0]) for b in (bits, flipped))
+    flipped.reshape(-1)[place] ^= 1 if dtype == "bool" else 1 << bit
+    one, other = (int(checksums.checksums({"x": jnp.asarray(b.view(dtype))})[0]) for b in (bits, flipped))
     assert one != other
 
 
@@ -217,41 +201,28 @@ def test_a_checksum_in_parts_by_numpy_sees_the_order(dtype, monkeypatch):
 # ------------------------------------------------------------------------------------------- damage
 
 
-def damage(how, whole, file, number):
-    """Delete, truncate, or flip one bit."""
-    if how == "deleted":
-        file.unlink()
-    elif how == "truncated":
-        file.write_bytes(whole[: len(whole) // 2])
-    else:
-        flipped = bytearray(whole)
-        flipped[len(whole) * (how + number) % 13 % len(whole)] ^= 1 << (how + number) % 8
-        file.write_bytes(bytes(flipped))
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # one error, no further tracebacks
-@pytest.mark.parametrize("how", keep(["deleted", "truncated", *range(12)], ["deleted", "truncated", 0]))
+@pytest.mark.parametrize("how", ["deleted", "truncated"])
 def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path, how):
-    """For every file in turn: reading raises an error that names the checkpoint, or returns what was saved."""
+    """For every file in turn: reading raises an error that names the checkpoint, or returns what was saved.
+
+    The fuzzer of checkpoints (tests/faults) changes bytes.
+    """
     for seed, tag in enumerate(("good", "bad")):
         save(state(seed), tmp_path, tag).wait()
     bad, expected, harmless, said = tmp_path / "bad", state(1), [], []
-    for number, file in enumerate(sorted(p for p in bad.rglob("*") if p.is_file())):
+    for file in sorted(p for p in bad.rglob("*") if p.is_file()):
         whole = file.read_bytes()
-        damage(how, whole, file, number)
+        file.unlink() if how == "deleted" else file.write_bytes(whole[: len(whole) // 2])
         try:
-            read = restore(tmp_path, shardings(expected))
+            assert_same(restore(tmp_path, shardings(expected)), expected)
+            harmless.append(str(file.relative_to(bad)))
         except jzero.CheckpointError as error:
             said.append(str(error))
-        else:
-            assert_same(read, expected)
-            harmless.append(str(file.relative_to(bad)))
         file.write_bytes(whole)
     assert_same(restore(tmp_path, shardings(expected), tag="good"), state(0))
-    assert all(str(bad) in text for text in said)
-    assert "notes.json" not in harmless
-    if how in ("deleted", "truncated"):  # a flipped bit may be in unused bytes
-        assert not [name for name in harmless if name.startswith(("state/d/", "state/manifest"))]
+    assert [text for text in said if str(bad) not in text] == []
+    assert not [name for name in harmless if name.startswith(("notes.json", "state/d/", "state/manifest"))]
 
 
 def test_changed_notes_and_leaves_are_noticed(tmp_path):

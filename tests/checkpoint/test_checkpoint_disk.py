@@ -155,16 +155,16 @@ def test_a_rename_that_copies(tmp_path, monkeypatch):
     assert_same(restore(tmp_path / "runs", shardings(state())), state())
 
 
-def test_a_long_error_keeps_its_end():
-    line = in_a_line(OSError(f"Error writing {'x' * 2000}: No space left on device"))
-    assert re.fullmatch(r"Error writing.{9,450}No space left on device", line)
-
-
 @pytest.mark.parametrize(("place", "words"), [("file/below", "Not a directory"), ("/proc/none", "cannot be written")])
 def test_a_place_that_cannot_be_written(tmp_path, place, words):
     (tmp_path / "file").write_text("")
     with pytest.raises(jzero.CheckpointError, match=words):
         save(state(), tmp_path / place, "a")
+
+
+def test_a_long_error_keeps_its_end():
+    line = in_a_line(OSError(f"Error writing {'x' * 2000}: No space left on device"))
+    assert re.fullmatch(r"Error writing.{9,450}No space left on device", line)
 
 
 ORBAX = "/site-packages/orbax/checkpoint/_src/write.py"

@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("source", "target"), keep(product(LAYOUTS, LAYOUTS), [("stage2", "zero_bubble")]))
+@pytest.mark.parametrize(("source", "target"), keep(product(LAYOUTS, LAYOUTS), [("stage2", "gpipe")]))
 def test_every_layout_loads_on_every_other(runs, source, target):
     """90 pairs, and each layout on itself."""
     _, saved, expected, directory = runs(source)
@@ -83,55 +83,59 @@ def test_every_layout_loads_on_every_other(runs, source, target):
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def sized(zero, train, micro, accum, **more):
-    sizes = dict(zip(SIZES, (train, micro, accum), strict=True))
-    return build((2, {"zero": zero}, 2, {}), **sizes, **more)
+def sized(zero, *sizes, **more):
+    return build((2, {"zero": zero}, 2, {}), **dict(zip(SIZES, sizes, strict=True)), **more)
+
+
+# What the config gives now, the replicas now; the run's global batch, micro-batch and replicas, what its config gave.
+BATCHES = [
+    ((None, 2, 2), 4, (32, 2, 8, (None, 2, 2)), (32, 2, 4)),  # fewer replicas: the accumulation changes
+    ((32, None, 2), 4, (32, 2, 8, (32, None, 2)), (32, 4, 2)),  # or the micro-batch, if the config gives none
+    ((32, 2, 8), 1, (32, 2, 2, (32, 2, 8)), (32, 2, 16)),  # all three, as the run's: they were of other replicas
+    ((None, 2, 4), 8, (32, 2, 8, (None, 2, 2)), (64, 2, 4)),  # the config was edited
+    ((16, 2, 4), 2, (32, 2, 8, (None, 2, 2)), (16, 2, 4)),
+    ((None, 2, 8), 2, (48, 2, 2, (None, 2, 8)), (48, 2, 12)),  # set_train_batch_size in the run
+    ((32, 2, None), 2, (48, 2, 2, (None, 2, 8)), (32, 2, 8)),
+    ((32, None, 4), 8, (32, 4, 2, (32, None, 4)), (32, 1, 4)),
+    ((32, None, 2), 8, (32, 16, 1, (32, None, 2)), (32, 2, 2)),  # 8 replicas have no room for micro-batches of 16
+    ((None, 8, None), 3, (32, 2, 8, (None, 2, 2)), "train_batch_size = 32: must be a multiple of 24"),
+    ((32, 2, 2), 4, (32, 2, 8, (None, 2, 2)), r"train_batch_size = 32: must equal .* 2 × .* 2 × 4 replicas"),
+]
+
+
+@pytest.mark.parametrize(("now", "replicas", "former", "expected"), BATCHES)
+def test_the_global_batch_stays(now, replicas, former, expected):
+    config = jzero.Config.load({"optimizer": {"type": "SGD", "params": {"lr": 1}}} | dict(zip(SIZES, now, strict=True)))
+    former = dict(zip(("train", "micro", "replicas", "given"), (*former[:3], [*former[3]]), strict=True))
+    if isinstance(expected, str):
+        refuses(lambda: config.batch(replicas, former), expected)
+    else:
+        assert config.batch(replicas, former)[:3] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(None, 2, 2), (32, None, 2)], ids=str)
-def test_fewer_devices_keep_the_global_batch(tmp_path, sizes):
-    """And the accumulation if the config gives no micro-batch, or else the micro-batch."""
+def test_fewer_devices_keep_the_global_batch(tmp_path):
+    sizes = None, 2, 2
     eight = sized(8, *sizes, training_data=data())
     straight = [float(eight.train_batch()) for _ in range(2)]
     eight.save_checkpoint(tmp_path)
     straight += [float(eight.train_batch()) for _ in range(2)]
-    for zero in (4, 1):
-        fewer = sized(zero, *sizes, training_data=data(), resume=tmp_path)
-        there = (32, 2, 16 // zero) if sizes[1] else (32, 16 // zero, 2)
-        assert fewer.get_batch_info() == there
-        losses = [float(fewer.train_batch())]
-        fewer.save_checkpoint(tmp_path / f"{zero}")  # and restarted there
-        again = sized(zero, *sizes, training_data=data(), resume=tmp_path / f"{zero}")
-        assert again.get_batch_info() == there
-        losses.append(float(again.train_batch()))
-        np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_config_says_another_batch_by_now(tmp_path):
-    sized(8, None, 2, 2).save_checkpoint(tmp_path)
-    assert sized(8, None, 2, 4, resume=tmp_path).train_batch_size() == 64
-    assert sized(2, 16, 2, 4, resume=tmp_path).train_batch_size() == 16
-    words = "train_batch_size = 32: must be a multiple of 24"
-    refuses(lambda: build((0, {"data": 3}, 8, {}), resume=tmp_path, **dict.fromkeys(SIZES[:1])), words)
-    words = r"train_batch_size = 32: must equal .* 2 × .* 2 × 4 replicas"
-    refuses(lambda: sized(4, 32, 2, 2, resume=tmp_path), words)  # all three, and other ones than the checkpoint's
-    sized(2, 32, None, 4).save_checkpoint(tmp_path)
-    assert sized(8, 32, None, 4, resume=tmp_path).get_batch_info() == (32, 1, 4)
-    sized(1, 32, None, 2).save_checkpoint(tmp_path)  # micro-batches of 16, which 8 replicas have no room for
-    assert sized(8, 32, None, 2, resume=tmp_path).get_batch_info() == (32, 2, 2)
+    losses = []
+    for place in (tmp_path, tmp_path / "4"):  # and restarted there
+        fewer = sized(4, *sizes, training_data=data(), resume=place)
+        assert fewer.get_batch_info() == (32, 2, 4)
+        losses.append(float(fewer.train_batch()))
+        fewer.save_checkpoint(tmp_path / "4")
+    np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
 
 
 def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     """A config that names the global batch is right, one that does not has the checkpoint's."""
-    engine = sized(2, None, 2, 8)
+    engine = sized(2, 32, 2, 8)
+    engine.save_checkpoint(tmp_path / "32")
     engine.set_train_batch_size(48)
     engine.save_checkpoint(tmp_path / "48")
-    assert sized(2, None, 2, 8, resume=tmp_path / "48").train_batch_size() == 48
-    assert sized(2, 32, 2, None, resume=tmp_path / "48").train_batch_size() == 32
-    sized(2, 32, 2, 8).save_checkpoint(tmp_path)
-    fewer = sized(1, 32, 2, 8, resume=tmp_path)
+    fewer = sized(1, 32, 2, 8, resume=tmp_path / "32")
     line = "train_batch_size 32 as in the checkpoint: 16 micro-batches instead of the config's 8"
     assert line in capfd.readouterr().out
     fewer.load_checkpoint(tmp_path / "48")
@@ -199,12 +203,11 @@ def run(tmp_path_factory):
     return directory, engine
 
 
-@pytest.mark.parametrize("other", keep(["Lamb", "Muon", "SGD"], ["Muon"]))
-def test_the_optimizer_changes(run, other):
+def test_the_optimizer_changes(run):
     """The parameters and the schedule go on, the optimizer is new."""
     directory, saved = run
-    engine = build(LAYOUTS["one"], optimizer={"type": other, "params": {"lr": 0.01}})
-    refuses(lambda: engine.load_checkpoint(directory), "belongs to another model or optimizer")
+    engine = build(LAYOUTS["one"], optimizer={"type": "SGD", "params": {"lr": 0.01}})
+    refuses(lambda: engine.load_checkpoint(directory), r"belongs to another model or optimizer: .* load_module_only=T")
     engine.load_checkpoint(directory, load_optimizer_states=False)
     assert scheduled(engine) == {SAVED}
     assert engine.get_lr() == saved.get_lr()
@@ -235,10 +238,6 @@ def test_parts_of_a_checkpoint(run):
     assert loaded(load_optimizer_states=False) == ([False, False], 4)  # its place in the schedule
     assert loaded(load_lr_scheduler_states=False) == ([False, True], 4)
     assert loaded(load_module_only=True) == ([True, True], 2)
-    other = build(LAYOUTS["stage1"], optimizer={"type": "SGD", "params": {"lr": 1e-2}})
-    refuses(lambda: other.load_checkpoint(directory), r"another model or optimizer: .* load_module_only=True")
-    other.load_checkpoint(directory, load_module_only=True)
-    chex.assert_trees_all_equal(*(jax.device_get(e.state.params) for e in (other, saved)))
     words = r"custom_load_fn: read with jzero\.checkpoint\.restore"
     refuses(lambda: saved.load_checkpoint(directory, custom_load_fn=print), words)
 

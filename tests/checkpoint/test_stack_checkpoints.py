@@ -1,11 +1,15 @@
-"""A checkpoint is the same with and without `stack=`: in files, in a resumed run, in exports."""
+"""A checkpoint is the same with and without `stack=` and on groups of devices: in files, resumed runs and exports."""
 
 import json
+from functools import cache
 
 import jax
 import numpy as np
 import pytest
-from helpers.sampling import some
+from helpers.group_layouts import LAYOUTS, make_engine, plain
+from helpers.mixture_models import batches
+from helpers.oracle import largest_error
+from helpers.sampling import keep, some
 from helpers.stack_models import BATCHES, ROWS, WIDTH, Small, SmallGPT, SmallScannedGPT, loss_fn
 from helpers.steps import settings
 from safetensors.numpy import load_file
@@ -65,23 +69,22 @@ class WideGPT(SmallGPT):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("here", "there"), [("fp8", "fp8"), ("fp8", "fp32"), ("fp32", "fp8")])
-def test_moments_of_any_dtype_resume_with_and_without_a_stack(tmp_path, here, there):
+def test_moments_of_any_dtype_resume_with_and_without_a_stack(tmp_path):
     """Each layer of a stacked moment has codes and a scale of its own."""
-    one, other = (
+    one, other, whole = (
         engine(*of, WideGPT, optimizer={**ADAM, "state_dtype": dtype})
-        for of, dtype in zip((ONE, PIPE) if here == there else (PIPE, ONE), (there, here), strict=True)
+        for of, dtype in ((ONE, "fp8"), (PIPE, "fp8"), (PIPE, "fp32"))
     )
-    if here == there:
-        state = moved(one, other, tmp_path)
-        in_fp8 = [name for name, x in state.items() if x.dtype.itemsize == 1]
-        assert len(in_fp8) == 2 * 2 * 2  # first and second moments of two matrices in two layers
-        assert {name.replace("codes", "scales") for name in in_fp8} <= state.keys()
-    else:
-        one.train_batch(BATCHES[0])
-        one.save_checkpoint(tmp_path).wait()
-        other.load_checkpoint(tmp_path)
-    losses = [[float(e.train_batch(batch)) for batch in BATCHES] for e in (one, other)]
+    state = moved(one, other, tmp_path)
+    in_fp8 = [name for name, x in state.items() if x.dtype.itemsize == 1]
+    assert len(in_fp8) == 2 * 2 * 2  # first and second moments of two matrices in two layers
+    assert {name.replace("codes", "scales") for name in in_fp8} <= state.keys()
+    whole.load_checkpoint(tmp_path)
+    losses = [[float(e.train_batch(batch)) for batch in BATCHES] for e in (one, other, whole)]
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=0.02)
+    whole.save_checkpoint(tmp_path / "fp32").wait()
+    other.load_checkpoint(tmp_path / "fp32")
+    losses = [float(e.train_batch(BATCHES[0])) for e in (whole, other)]
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 
@@ -101,3 +104,33 @@ def test_the_files_are_the_same(tmp_path):
     for name, x in plain_state(both["stacked"]).items():
         if name.startswith("0/"):
             np.testing.assert_array_equal(x, files[0][name.removeprefix("0/").replace("/", ".")].astype(x.dtype))
+
+
+NAMES = [*LAYOUTS]
+PAIRS = [*zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)]  # each layout saves once, and loads once
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function of a layout: (an engine that has done two steps, the directory of its checkpoint)."""
+
+    @cache
+    def train(name):
+        directory, engine = tmp_path_factory.mktemp("run"), make_engine(name)
+        for batch in batches()[:2]:
+            engine.train_batch(batch)
+        engine.save_checkpoint(directory)
+        return engine, directory
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), keep(PAIRS, PAIRS[:2]))
+def test_a_checkpoint_continues_on_another_layout(first, second, trained):
+    (_, directory), (engine, _) = trained(first), trained(second)
+    engine.load_checkpoint(directory)
+    assert engine.global_steps == 2
+    losses, params = plain()
+    assert float(engine.train_batch(batches()[2])) == pytest.approx(losses[2], rel=1e-6)
+    assert largest_error(engine.state.params, params) < 5e-6

@@ -150,9 +150,8 @@ def worker(case, out):
 
         fused_lamb.FusedLambBuilder = lambda: SimpleNamespace(load=LambOnCpu)
     device = deepspeed.accelerator.get_accelerator()
-    device.is_fp16_supported = lambda: (
-        precision == "fp16"
-    )  # DeepSpeed asks for fp16 kernels, and PyTorch computes without them
+    # DeepSpeed asks for fp16 kernels, and PyTorch computes without them.
+    device.is_fp16_supported = lambda: precision == "fp16"
     device.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     deepspeed.init_distributed(dist_backend="gloo")
     rank = int(os.environ["RANK"])
@@ -225,9 +224,7 @@ def make(case, out):
         for rank in range(processes)
     ]  # fmt: skip
     if any([process.wait(600) for process in running]):
-        raise SystemExit(
-            f"{case}: " + "".join((out.parent / f"{case}.{rank}.log").read_text()[-1500:] for rank in (0,))
-        )
+        raise SystemExit(f"{case}: {(out.parent / f'{case}.0.log').read_text()[-1500:]}")
 
 
 if __name__ == "__main__":

@@ -87,31 +87,26 @@ STORAGE = b"\x80\x02(X\x01\x00\x00\x00sctorch\nFloatStorage\n"
 FLOATS = np.arange(2, dtype=np.float32).tobytes()
 HOSTILE = {
     "os.system": (pickle.dumps(Call(os.system, "touch /tmp/harm")), "uses posix.system"),
-    "a reduce by protocol 4": (pickle.dumps(Call(os.getcwd), 4), "uses posix.getcwd"),
     "inst": (b"(S'touch /tmp/harm'\nios\nsystem\n.", "is not a file of torch.save"),
     "a call of text": (b"\x80\x02X\x02\x00\x00\x00os)R.", "calls something that is no function"),
     "a function's attribute": (b"\x80\x02ctorch\nSize\n}b.", "sets attributes of something"),
     "an import of a submodule": (b"\x80\x02ctorch._utils\n__builtins__\n.", "uses torch._utils.__builtins__"),
     "a memo of 2**32": (b"\x80\x02Nr\xff\xff\xff\xff.", None),
     "bytes of 2**62": (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".", "is not a file of torch.save"),
-    "text of 2**31": (b"\x80\x02X" + struct.pack("<I", 2**31) + b"a.", "is not a file of torch.save"),
     "a number of 2**31 bytes": (b"\x80\x02\x8b" + struct.pack("<I", 2**31 - 1) + b".", "is not a file of torch.save"),
     "nested keys": (b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns.", "a key of type tuple"),
     "keys of one hash": (pickle.dumps(dict.fromkeys(range(0, 2000 * (2**61 - 1), 2**61 - 1)), 2), "more than 64 bits"),
     "a frozenset": (pickle.dumps(frozenset({1}), 4), "is not a file of torch.save"),
     "a persistent id": (b"\x80\x02X\x01\x00\x00\x00aQ.", "is not a file of torch.save"),
     "a tensor at an offset": (tensor(offset=2**40), "larger than its storage"),
-    "a negative offset": (tensor(offset=-1), "not made of whole numbers"),
     "a negative shape": (tensor(shape=(-2,)), "not made of whole numbers"),
     "an expanded tensor": (tensor(shape=(2**40,), strides=(0,)), "not contiguous"),
     "a storage that is cut": (tensor(numel=2**40), "is truncated"),
     "no such storage": (tensor(key="../../etc/passwd"), "is not a file of torch.save"),
-    "no such type": (tensor(kind="Storage"), "uses torch.Storage"),
     "a storage's nested name": (STORAGE + NESTED + b"NK\x01tQ.", "a name that is no text"),
     "a storage's nested size": (STORAGE + b"X\x01\x00\x00\x000N" + NESTED + b"tQ.", "a size that is no whole number"),
     "a set of a tuple": (b"\x80\x02c__builtin__\nset\n)\x85R.", "a set of something that is no list"),
     "a shape that is a list": (b"\x80\x02ctorch\nSize\n]\x85R.", "no tuple of at most 32"),
-    "a shape of 33": (b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 33 + b"t\x85R.", "no tuple of at most 32"),
     "attributes set again": (set_again(1000), "sets more attributes than it contains"),
     "nothing": (b"", "is not a file of torch.save"),
 }
@@ -150,7 +145,7 @@ def test_archives_that_are_no_torch_files(tmp_path):
 
 def test_a_file_that_is_cut_or_changed_is_refused_or_the_same(runs_of_deepspeed, tmp_path):
     """Files that are cut anywhere, or with bytes of the pickle or the archive's directory changed."""
-    random, refusals, number = np.random.default_rng(0), 0, 200
+    random, refusals, number = np.random.default_rng(0), 0, 80
     for n in range(number):
         copy = shutil.copytree(runs_of_deepspeed / CASES[n % len(CASES)] / "ckpt" / TAG, tmp_path / str(n))
         files = [file for file in sorted(copy.rglob("*.pt")) if is_read(file)]
@@ -221,7 +216,7 @@ def nested(depth=20):
 
 
 ZERO = {"base_optimizer_state": {"state": {}, "param_groups": []}, "single_partition_of_fp32_groups": [[]]}
-SGD = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+SGD, ONE = ({"state": {}, "param_groups": [{"params": numbers}]} for numbers in ([0, 1], [0]))
 IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
 APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
     tensor(shape=(1,))[2:-1], tensor(offset=1, shape=(1,))[2:-1]
@@ -230,16 +225,13 @@ MODEL, ZERO_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_opti
 # The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
 DAMAGED = {
     "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": nested()}, "partition_count is no whole"),
-    "counts of tuples": ({"param_shapes": []}, ZERO | {"partition_count": [nested()]}, "partition_count is no whole"),
     "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
     "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
     "a frozen shape": (
         {"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, ZERO | {"partition_count": 1}, "the shape of w is no"
     ),
     "more parameters than weights": ({"module": IN_ONE, "optimizer": SGD}, None, "StopIteration"),
-    "fewer parameters than weights": (
-        {"module": APART, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, None, "not all parameters"
-    ),
+    "fewer parameters than weights": ({"module": APART, "optimizer": ONE}, None, "not all parameters"),
     "counters of text": ({"module": {}, "optimizer": None, "global_steps": "a"}, None, "must be whole numbers"),
     "a step without end": (
         {"module": IN_ONE, "optimizer": SGD | {"state": {0: {"step": float("inf")}}}}, None, "OverflowError"
@@ -249,16 +241,13 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_states_of_other_kinds_are_refused(tmp_path, name):
+    archive(tmp_path / MODEL, pickle.dumps([1], 2))
+    assert "is not a complete checkpoint" in refused(read_deepspeed, tmp_path)
     rest, optimizer, message = DAMAGED[name]
     states(tmp_path / MODEL, **COUNTERS | {"module": {}} | rest)
     if optimizer is not None:
         states(tmp_path / ZERO_FILE, optimizer_state_dict=optimizer)
     assert message in refused(read_deepspeed, tmp_path)
-
-
-def test_states_that_are_a_list(tmp_path):
-    archive(tmp_path / MODEL, pickle.dumps([1], 2))
-    assert "is not a complete checkpoint" in refused(read_deepspeed, tmp_path)
 
 
 @pytest.mark.parametrize("lost", ["zero_pp_rank_30000000_mp_rank_00", "zero_pp_rank_0_mp_rank_30000000"])

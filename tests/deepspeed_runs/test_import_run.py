@@ -55,7 +55,7 @@ def test_the_command_writes_a_checkpoint(runs_of_deepspeed, tmp_path, capsys, co
     directory = runs_of_deepspeed / "mlp-3-fp32"
     assert command(directory / "ckpt", tmp_path) == 0
     assert capsys.readouterr().out.endswith(f"{tmp_path}/global_step20\n")
-    engine = make_engine(directory, "mlp", 2, 8)
+    engine = make_engine(directory, "mlp")
     assert engine.load_checkpoint(tmp_path)[1] == {"epoch": 3, "note": "twenty"}
     assert engine.global_samples == 160
     goes_on(engine, directory)
@@ -122,7 +122,6 @@ def test_training_data_begin_at_their_start(runs_of_deepspeed, capfd):
     engine.load_checkpoint(directory / "ckpt")
     assert "has no position in training_data, which begins at its start" in capfd.readouterr().err
     assert engine.training_dataloader.position == {"epoch": 0, "samples": 0}
-    assert np.isfinite(float(engine.train_batch()))
 
 
 def test_the_global_batch_goes_on(runs_of_deepspeed):
@@ -132,7 +131,6 @@ def test_the_global_batch_goes_on(runs_of_deepspeed):
     assert engine.train_batch_size() == 4
     engine.load_checkpoint(directory / "ckpt")
     assert engine.train_batch_size() == 8
-    goes_on(engine, directory)
 
 
 AUTO = [(BATCH, 2, (8, 2, 2)), (BATCH[1:2], 4, (8, 2, 1))]
@@ -158,16 +156,11 @@ SAID = [
     (4, 8, None, {"sequence_parallel_size": 2}, (8, 4, 2)),
     (2, None, 4, {"sequence_parallel_size": 2, "data_parallel_size": 2}, (8, 4, 2)),
     (4, None, 4, {}, None),  # an mpu's sequence: 8 samples a step
-    (3, 8, None, {"sequence_parallel_size": 2}, None),
-    (4, 8, None, {"sequence_parallel_size": None}, None),
-    (4, 8, None, {"sequence_parallel_size": 0}, None),
-    (None, 8, None, {}, None),
-    (3, 8, None, {}, None),
-    (4, "auto", None, {}, None),
-    (4, 8, 3, {}, None),
-    (4, 2, 2, {}, None),
+    *((world, 8, None, {"sequence_parallel_size": size}, None) for world, size in ((3, 2), (4, None), (4, 0))),
+    *((world, train, micro, {}, None) for world, train, micro in (
+        (None, 8, None), (3, 8, None), (4, "auto", None), (4, 8, 3), (4, 2, 2))),
     (4, None, None, {"gradient_accumulation_steps": 2}, None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "train", "micro", "keys", "sizes"), SAID)
@@ -231,20 +224,19 @@ def test_the_directory_of_a_tag(runs_of_deepspeed, tmp_path):
     goes_on(engine, directory, 1)
 
 
-@pytest.mark.parametrize("files", keep(["bin", "shards", "safe"], ["shards", "safe"]))
-def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, command, files):
+def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, command):
     """The files of zero_to_fp32.py have no optimizer state: the run begins at step 0 and prints a line about it."""
     directory, config = runs_of_deepspeed / "mlp-2-fp32", tmp_path / "config.json"
-    engine, whole = make_engine(directory, "mlp", 2, 2), make_engine(directory, "mlp")
-    engine.train_batch(batch("mlp", 0))
-    before = engine.state.opt_state
-    path, client = engine.load_checkpoint(directory / f"weights-{files}")
-    assert "counters stay as they are in this engine" in capfd.readouterr().out
-    assert (path, client) == (str(directory / f"weights-{files}"), {})
-    assert engine.global_steps == 1
-    assert equal(before, engine.state.opt_state)
+    engine, whole = (make_engine(directory, "mlp") for _ in range(2))
     whole.load_checkpoint(directory / "ckpt")
-    assert equal(whole.state.params, engine.state.params)
+    for steps, files in enumerate(("bin", "shards", "safe"), 1):
+        engine.train_batch(batch("mlp", 0))
+        before, path = engine.state.opt_state, str(directory / f"weights-{files}")
+        assert engine.load_checkpoint(path) == (path, {})
+        assert "counters stay as they are in this engine" in capfd.readouterr().out
+        assert engine.global_steps == steps
+        assert equal(before, engine.state.opt_state)
+        assert equal(whole.state.params, engine.state.params)
 
     config.write_text(json.dumps(config_of(directory, 0)))
     assert command(path, tmp_path / "out", "--config", config) == 0
@@ -254,11 +246,20 @@ def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, command, files):
     goes_on(whole, directory, 1)
 
 
-def test_weights_of_jzero_are_for_load_weights(runs_of_deepspeed, tmp_path):
-    engine = make_engine(runs_of_deepspeed / "mlp-2-fp32", "mlp")
-    engine.save_16bit_model(tmp_path)
-    words = r"missing fc1\.weight.*read with engine\.load_weights\(DIRECTORY\)"
-    refuses(lambda: engine.load_checkpoint(tmp_path), words)
+def test_files_of_weights_that_are_no_weights(runs_of_deepspeed, tmp_path):
+    """One of three is lost; a pickle of something else; and beside a checkpoint they do not count."""
+    source = runs_of_deepspeed / "mlp-2-fp32"
+    some = shutil.copytree(source / "weights-shards", tmp_path / "some")
+    (some / "pytorch_model-00002-of-00003.bin").unlink()
+    refuses(lambda: read_deepspeed(some), "has 2 files of weights, and their names say 3")
+    shutil.copy(source / "ckpt" / "global_step20" / "mp_rank_00_model_states.pt", tmp_path / "pytorch_model.bin")
+    refuses(lambda: read_deepspeed(tmp_path), "is no file of weights by name")
+    both = shutil.copytree(source / "ckpt", tmp_path / "both")
+    shutil.copy(source / "weights-bin" / "pytorch_model.bin", both)
+    assert find_deepspeed(both) == both / "global_step20"
+    assert find_deepspeed(both / "pytorch_model.bin") == both / "pytorch_model.bin"
+    (both / "latest").unlink()
+    assert find_deepspeed(both) == both
 
 
 def test_buffers_keep_the_order_of_the_files(tmp_path):
@@ -269,24 +270,6 @@ def test_buffers_keep_the_order_of_the_files(tmp_path):
         state = DeepSpeedState(tmp_path, {}, buffers=set(names))
         add(state, module)
         assert [*state.tensors["fp32"].entries] == names
-
-
-def test_files_of_weights_that_are_no_weights(runs_of_deepspeed, tmp_path):
-    """One of three is lost; a pickle of something else; and beside a checkpoint they do not count."""
-    source = runs_of_deepspeed / "mlp-2-fp32"
-    some = shutil.copytree(source / "weights-shards", tmp_path / "some")
-    (some / "pytorch_model-00002-of-00003.bin").unlink()
-    refuses(lambda: read_deepspeed(some), "has 2 files of weights, and their names say 3")
-    other = tmp_path / "other"
-    other.mkdir()
-    shutil.copy(source / "ckpt" / "global_step20" / "mp_rank_00_model_states.pt", other / "pytorch_model.bin")
-    refuses(lambda: read_deepspeed(other), "is no file of weights by name")
-    both = shutil.copytree(source / "ckpt", tmp_path / "both")
-    shutil.copy(source / "weights-bin" / "pytorch_model.bin", both)
-    assert find_deepspeed(both) == both / "global_step20"
-    assert find_deepspeed(both / "pytorch_model.bin") == both / "pytorch_model.bin"
-    (both / "latest").unlink()
-    assert find_deepspeed(both) == both
 
 
 def test_groups_whose_moments_fit_in_two_ways():

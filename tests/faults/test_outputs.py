@@ -23,7 +23,7 @@ from jzero.config.screen import FIELDS
 from jzero.data import write_tokens
 from jzero.distributed import heartbeat
 from jzero.errors import PassingError
-from jzero.files import create, read_file
+from jzero.files import create
 from jzero.values import kinds
 
 ROOT = Path(__file__).parents[2]
@@ -177,45 +177,26 @@ def test_a_load_from_such_a_place_does_not_pass_either(folder):
         assert "Errno" not in str(error.value)
 
 
-def test_reading_a_directory_leaves_no_descriptor_open(tmp_path):
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(IsADirectoryError):
-        read_file(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+TOKENIZER = SimpleNamespace(vocab_size=128, end=0, encode=lambda text: list(text.encode()))
+WRITERS = {  # the name of the temporary file, the final one's, the call that writes, what it writes
+    "latest": ("latest.new", "latest", lambda path: write_atomically(path, "global_step3"), "global_step3"),
+    "progress": ("latest.new", "latest", lambda path: heartbeat.write(str(path), "3 4"), "3 4"),
+    "tokens": ("latest.unfinished", "latest.npy", lambda path: write_tokens(["ab"], path, TOKENIZER), [97, 98, 0]),
+}
 
 
-def latest(folder):
-    write_atomically(folder / "latest", "global_step3")
-    return folder / "latest"
-
-
-def progress(folder):
-    heartbeat.write(str(folder / "latest"), "3 4")
-    return folder / "latest"
-
-
-def tokens(folder):
-    write_tokens(
-        ["abc"], folder / "latest.npy", SimpleNamespace(vocab_size=128, end=0, encode=lambda text: list(text.encode()))
-    )
-    return folder / "latest.npy"
-
-
-WRITERS = [(latest, "latest.new"), (progress, "latest.new"), (tokens, "latest.unfinished")]
-
-
-@pytest.mark.parametrize(("write", "name"), WRITERS)
-def test_no_link_is_followed(write, name, tmp_path):
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_link_is_followed(writer, tmp_path):
     """Nor does a fifo block."""
+    name, final, write, content = WRITERS[writer]
     victim, folder = tmp_path / "victim", tmp_path / "shared"
     folder.mkdir()
     victim.write_text("precious")
     for target in (victim, tmp_path / "nothing", folder, None):
         (folder / name).symlink_to(target) if target else os.mkfifo(folder / name)
-        written = write(folder)
+        write(written := folder / final)
         assert stat.S_ISREG(written.lstat().st_mode)
-        found = np.load(written).tolist() if written.suffix else written.read_text()
-        assert found == {latest: "global_step3", progress: "3 4", tokens: [97, 98, 99, 0]}[write]
+        assert (np.load(written).tolist() if written.suffix else written.read_text()) == content
         assert not (folder / name).is_symlink()
     assert victim.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shared", "victim"]

@@ -3,9 +3,8 @@ import signal
 
 import pytest
 from hosts import Hosts
-from jobs import Command
+from jobs import WORKER, Command
 from planning import Here
-from workers import WORKER
 
 # A background job of a shell ignores Ctrl-C, and the commands that these tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

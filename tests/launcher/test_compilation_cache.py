@@ -6,19 +6,19 @@ import re
 import stat
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
-from workers import CPU
+from jobs import CPU
 
 from jzero.distributed import compilation_cache
 
 PROGRAM = """
 import json, os, sys
 import jax, jax.numpy as jnp
-from flax import nnx
 import jzero
-from jzero.distributed import compilation_cache
+from helpers.regression import CONFIG, Regression
 from jzero.run.clock import compilations
 
 sys.argv = ["worker.py"]  # without what the tests add, another one in every start
@@ -26,9 +26,8 @@ os.environ["XDG_CACHE_HOME"] = "caches"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jzero.init_distributed()
 jax.default_backend = lambda: "gpu"  # JAX's cache works on CPUs too
-model = jzero.from_flax(lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda m, b: jnp.mean(m(b) ** 2))
-step = jzero.make_train_step(model, {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
-state, metrics = step(step.init(jax.random.key(0)), jnp.ones((8, 8)))
+step = jzero.make_train_step(Regression(), CONFIG)
+state, metrics = step(step.init(jax.random.key(0)), {"x": jnp.ones((8, 3)), "y": jnp.ones(8)})
 text = json.dumps([jax.config.jax_compilation_cache_dir, compilations.cached, float(metrics["loss"])])
 jzero.log_dist(text, ranks=[-1])
 """
@@ -70,17 +69,16 @@ def test_nobody_else_may_write_there(undecided, monkeypatch):
     assert compilation_cache._directory() is None
 
 
-def test_a_users_choice_stays(undecided, tmp_path):
-    for option, choice in (
-        ("jax_compilation_cache_dir", str(tmp_path / "own")),
-        ("jax_enable_compilation_cache", False),
-    ):
-        former = getattr(jax.config, option)
-        jax.config.update(option, choice)
-        try:
-            assert compilation_cache.shared_directory() is None
-        finally:
-            jax.config.update(option, former)
+@pytest.mark.parametrize(
+    ("option", "choice"), [("jax_compilation_cache_dir", "/own"), ("jax_enable_compilation_cache", False)]
+)
+def test_a_users_choice_stays(undecided, monkeypatch, option, choice):
+    former = getattr(jax.config, option)
+    jax.config.update(option, choice)
+    try:
+        assert compilation_cache.shared_directory() is None
+    finally:
+        jax.config.update(option, former)
     assert not undecided.exists()
 
 
@@ -89,13 +87,9 @@ def test_a_directory_that_some_cannot_use(undecided, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(compilation_cache, "gather_texts", lambda topic, text: [text, text.replace("True", "False")])
         assert compilation_cache.shared_directory() is None
-
-    def refuse(*args, **kwargs):
-        raise PermissionError("read-only")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "touch", refuse)
-        patch.setattr(Path, "unlink", refuse)
+        for name in ("touch", "unlink"):
+            patch.setattr(Path, name, Mock(side_effect=PermissionError("read-only")))
         assert compilation_cache.shared_directory() is None
     assert compilation_cache.shared_directory() == undecided
     undecided.rmdir()
@@ -104,7 +98,7 @@ def test_a_directory_that_some_cannot_use(undecided, monkeypatch):
 
 
 def test_a_plan_decides_nothing(undecided, monkeypatch):
-    """Nor do CPUs, and a part of the processes."""
+    """Nor do CPUs and a part of the processes."""
     compilation_cache.turn_on([object()])
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "cpu")

@@ -23,30 +23,15 @@ def refused(call, *arguments, **keywords):
 
 
 def test_reads(tmp_path):
-    (tmp_path / "hosts").write_text(
-        "# all\n\n  worker-1 slots=4  # the first\n\t\nb\tslots=1\r\na slots = 4\r\n10.0.0.7   slots=16\n"
-        "root@gpu.example.com slots=08"
-    )
+    text = "# all\n\n  worker-1 slots=4  # the first\n\t\nb\tslots=1\r\na slots = 4\r\nroot@gpu.example.com slots=08"
+    (tmp_path / "hosts").write_text(text)
     read = read_hostfile(tmp_path / "hosts")
-    assert list(read.items()) == [("worker-1", 4), ("b", 1), ("a", 4), ("10.0.0.7", 16), ("root@gpu.example.com", 8)]
+    assert list(read.items()) == [("worker-1", 4), ("b", 1), ("a", 4), ("root@gpu.example.com", 8)]
 
 
-MALFORMED = ["a", "a 8", "a slots=", "a slots=x", "a slots=-1", "a slots=2 max=4", "slots=4", "a gpus=4", "a:4",
-             "a slots=4 b slots=4"]  # fmt: skip
-SHELL = [
-    "a;reboot",
-    "$(id)",
-    "`id`",
-    "a&b",
-    "a|b",
-    "a>b",
-    "a'b",
-    'a"b',
-    "a\\b",
-    "a*",
-    "~",
-    "{a,b}",
-]  # ProxyCommand's %h
+MALFORMED = ["a", "a 8", "a slots=", "a slots=x", "a slots=-1", "a slots=2 max=4", "slots=4", "a gpus=4", "a:4"]
+# ssh's ProxyCommand has a shell expand %h.
+SHELL = ["a;reboot", "$(id)", "`id`", "a&b", "a|b", "a>b", "a'b", 'a"b', "a\\b", "a*", "~", "{a,b}"]
 BAD_LINES = {
     **dict.fromkeys(MALFORMED, "must be `HOST slots=N`, as in `worker-1 slots=8`"),
     "b slots=0": "0 slots; give it at least 1",
@@ -68,67 +53,50 @@ def test_all_bad_lines_at_once(tmp_path):
     assert "contains no host" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "chosen"),
-    [
-        ("b@a", {"b": None, "a": None}),
-        (" a : 3, 1 @ worker-1.x:11 ", {"a": [1, 3], "worker-1.x": [11]}),
-        ("[::1]:0,1", {"[::1]": [0, 1]}),
-        # What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it.
-        ("a:3,01@b@a:1@b", {"a": [1, 3], "b": None}),
-    ],
-)
-def test_filter(text, chosen):
-    assert parse_filter(text, "--include") == chosen
-
-
+FILTERS = {
+    "b@a": {"b": None, "a": None},
+    " a : 3, 1 @ worker-1.x:11 ": {"a": [1, 3], "worker-1.x": [11]},
+    "[::1]:0,1": {"[::1]": [0, 1]},
+    # What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it.
+    "a:3,01@b@a:1@b": {"a": [1, 3], "b": None},
+}
 # DeepSpeed silently takes the part of a host that is also named whole; the user may mean either.
 BAD_FILTERS = {
-    **dict.fromkeys(
-        ["", "@", "a@", "a:", "a:x", "a:0-3", "a:0,", "a:,0", "a:0:1", "a b"], "must be HOST or HOST:ID,ID"
-    ),
+    **dict.fromkeys(["", "a@", "a:", "a:x", "a:0-3", "a:0,", "a:0:1", "a b"], "must be HOST or HOST:ID,ID"),
     **dict.fromkeys(["a@a:0", "b@a:1@a:2@a"], "a is named both whole and with devices; keep one of them"),
     "a;reboot": "a host's name cannot contain ';'",
 }
 
 
-@pytest.mark.parametrize("text", BAD_FILTERS)
-def test_malformed_filter(text):
-    (problem,) = refused(parse_filter, text, "--exclude")
-    assert problem.startswith(f"--exclude = {text!r}: ")
-    assert BAD_FILTERS[text] in problem
+def test_filters():
+    assert {text: parse_filter(text, "--include") for text in FILTERS} == FILTERS
+    for text, why in BAD_FILTERS.items():
+        (problem,) = refused(parse_filter, text, "--exclude")
+        assert problem.startswith(f"--exclude = {text!r}: ")
+        assert why in problem
 
 
 HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
+D, E = "no host 'd'; the hosts are b, a, c", "no host 'e'"
+LACKS = ["a has no device 2; it has 0, 1", "device 3", "b has no device 4"]
+
+
+def test_refused():
+    for options, parts in (
         ({"include": "a", "exclude": "b"}, ["--include a and --exclude b: give --include, or --exclude"]),
         ({"include": "a", "num_nodes": 1}, ["--include a and --num_nodes 1"]),
         ({"exclude": "a", "num_gpus": 2}, ["--exclude a and --num_gpus 2"]),
         ({"num_nodes": 0}, ["--num_nodes = 0: must be at least 1"]),
-        ({"num_gpus": -2}, ["--num_gpus = -2: must be at least 1"]),
+        ({"num_gpus": 0}, ["--num_gpus = 0: must be at least 1"]),
         ({"num_nodes": 4}, ["--num_nodes = 4: there are 3 hosts: b, a, c"]),
-        ({"num_gpus": 3}, ["--num_gpus = 3: a has 2: 0, 1; ask for fewer"]),
-        ({"num_gpus": 5}, ["b has 4: 0, 1, 2, 3", "a has 2: 0, 1", "c has 4"]),
+        ({"num_gpus": 5}, ["b has 4: 0, 1, 2, 3", "a has 2: 0, 1; ask for fewer", "c has 4"]),
         ({"exclude": "a@b@c"}, ["leaves no device of b, a, c"]),
-        (
-            {"include": "d@a:0,2,3@e:1@b:4"},
-            [
-                "no host 'd'; the hosts are b, a, c",
-                "no host 'e'",
-                "a has no device 2; it has 0, 1",
-                "device 3",
-                "b has no device 4",
-            ],
-        ),
-    ],
-)
-def test_refused(options, parts):
-    problems = refused(select_hosts, HOSTS, **options)
-    assert [part in problem for part, problem in zip(parts, problems, strict=True)] == [True] * len(parts), problems
+        ({"include": "d@a:0,2,3@e:1@b:4"}, [D, E, *LACKS]),
+    ):
+        problems = refused(select_hosts, HOSTS, **options)
+        assert [part in problem for part, problem in zip(parts, problems, strict=True)] == [True] * len(parts), problems
 
 
 def test_counts():
@@ -155,7 +123,7 @@ def deepspeed_filter(host_info, include_str="", exclude_str=""):
     return {host: filtered_hosts[host] for host in host_info if filtered_hosts.get(host)}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(hostfiles, st.data())
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_filters_choose_as_deepspeed_does(option, slots, data):
@@ -175,13 +143,8 @@ def test_filters_choose_as_deepspeed_does(option, slots, data):
 
 def test_visible():
     for text, ids in {
-        "3,1": [3, 1],
-        " 2 , 0,": [2, 0],
-        "GPU-8a1f,MIG-3c,5": ["GPU-8a1f", "MIG-3c", 5],
-        "1,-1,2": [1],
-        "": [],
-        "NoDevFiles": [],
-    }.items():
+        " 3,1 , ": [3, 1], "GPU-8a1f,MIG-3c,5": ["GPU-8a1f", "MIG-3c", 5], "1,-1,2": [1], "": [], "NoDevFiles": [],
+    }.items():  # fmt: skip
         assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == ids
         assert devices_here({"CUDA_VISIBLE_DEVICES": text}) == ids
     assert visible_devices({}) is None

@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 from helpers.sampling import some
 from hosts import NEEDS, can_run
-from jobs import QUICK, ROOT
-from workers import CPU
+from jobs import CPU, QUICK, ROOT
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
-
-
-def test_ranks_go_through_the_hosts(launch, hosts):
-    job = launch("worker.py", "show").ended()
-    lines = [line for line in job.output.splitlines() if '"RANK"' in line]
-    found = {re.search(r'"RANK": "(\d)"', line)[1]: re.search(r'"CROSS_RANK": "(\d)"', line)[1] for line in lines}
-    assert found == {"0": "0", "1": "0", "2": "1", "3": "1"}
-    assert all(f'"MASTER_ADDR": "{hosts.names["a"]}"' in line for line in lines)
 
 
 def test_kill_a_rank_there(launch, hosts):
@@ -30,16 +21,6 @@ def test_kill_a_rank_there(launch, hosts):
     job.kill(victim)
     job.ended(128 + signal.SIGKILL, 10).gone(10 - job.took())
     assert f"rank 3 on {hosts.names['b']} was killed by signal 9 (SIGKILL) first" in job.errors
-
-
-@pytest.mark.slow
-def test_kill_an_agent_there(launch, hosts):
-    job = launch("worker.py", "children").until(("ready", 4))
-    (agent,) = [pid for pid in job.agents() if host_of(pid) == hosts.names["b"]]
-    job.kill(agent)
-    assert job.wait(10) != 0
-    job.gone(10 - job.took())
-    assert f"lost {hosts.names['b']}" in job.errors
 
 
 def test_kill_the_command(launch):

@@ -1,4 +1,4 @@
-"""Jobs that Slurm and Open MPI start, with stand-ins for their commands."""
+"""The batch script for Slurm of the manual, with stand-ins for the commands in it."""
 
 import os
 import re
@@ -11,29 +11,10 @@ from jobs import PATIENCE, ROOT, stand_in
 
 pytestmark = pytest.mark.processes
 
-SHIMS = {  # the variables that each system sets for its processes
-    "srun": "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
-    "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}",
-    "mpirun": "OMPI_COMM_WORLD_RANK={r} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={r} "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=2{port}",
-}
-
-
-@pytest.mark.slow
-def test_processes_of_another_system(start, tmp_path):
-    """A stand-in for the system's command starts the processes with its variables; they find each other."""
-    (tmp_path / "worker.py").write_text("import jax, jzero\njzero.init_distributed()\nprint(jax.process_count())\n")
-    (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    port = os.getpid() % 1000 + 9000
-    starts = [f'{SHIMS["mpirun"].format(r=r, port=port)} "$@" &' for r in (0, 1)]
-    skip = f'until [ "$1" = "{sys.executable}" ]; do shift; done'
-    path = {"PATH": stand_in(tmp_path, "mpirun", "\n".join([skip, *starts, "wait"]))}
-    words = ["--platform", "cpu", "--hostfile", "hostfile", "--launcher", "openmpi", "worker.py"]
-    job = start(*words, env=path).ended()
-    assert sorted(job.output) == ["\n", "\n", "2", "2"], job.errors
-    job.gone(2)
-
-
+SRUN = (  # the variables that it sets for its processes
+    "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
+    "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}"
+)
 STAND_INS = {
     "openssl": 'echo "$@" | sha256sum | cut -c1-64',
     "scontrol": 'echo "scontrol $@"',
@@ -59,7 +40,7 @@ def test_the_script_for_slurm(tmp_path, container):
         # As jzero after a save: JAX aborts a process whose process 0 ends first.
         f"{'jax.distributed.shutdown()' if not container else ''}\nsys.exit(75)\n"
     )
-    shim = SHIMS["srun"].format(r="{r}", port=os.getpid() % 1000 + 8000)
+    shim = SRUN.format(r="{r}", port=os.getpid() % 1000 + 8000)
     starts = "\n".join([f'{shim.format(r=r)} "$@" &\nlast=$!' for r in (0, 1)] + ["wait $last"])
     for name, lines in STAND_INS.items():
         path = stand_in(tmp_path / "bin", name, lines.replace("{starts}", starts) + "\n")
@@ -73,7 +54,7 @@ def test_the_script_for_slurm(tmp_path, container):
     assert done.returncode == 75, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines.count("64 auto") == 2, done.stdout + done.stderr
-    assert lines[-1] == "scontrol requeue 12"
+    assert "scontrol requeue 12" in lines  # the first process may end after the last one
     there = f"{tmp_path}"
     command = {
         "": "python -u train.py",

@@ -1,4 +1,4 @@
-"""The plan: the options, and the ranks, environment and devices that `--dry_run` prints."""
+"""The plan: the options, the ranks, environment and devices that `--dry_run` prints, and the secrets that it masks."""
 
 import argparse
 import json
@@ -8,7 +8,11 @@ import pytest
 from planning import A, B, C
 
 from jzero import cli
-from jzero.launcher import options
+from jzero.config import Config
+from jzero.distributed.place import host_fault
+from jzero.errors import ConfigError
+from jzero.launcher import kubernetes, options
+from jzero.launcher.job import make_job
 
 FROZEN = [
     ("-H --hostfile", None), ("-i --include", ""), ("-e --exclude", ""), ("--num_nodes", -1),
@@ -47,22 +51,18 @@ def contract(plan):
 def test_ranks_are_node_major_in_hostfile_order(here):
     path = here.hosts(f"{B} slots=2", f"{A} slots=3")
     plan = here.dry("--hostfile", path, "train.py")
-    assert list(plan) == ["hosts", "coordinator", "processes", "commands"]
     assert list(plan["hosts"].items()) == [(B, [0, 1]), (A, [0, 1, 2])]
     assert plan["coordinator"] == f"{B}:29500"
-    assert [list(process) for process in plan["processes"]] == [["rank", "local_rank", "host", "device_ids", "env"]] * 5
-    assert [tuple(process.values())[:4] for process in plan["processes"]] == [
+    names = ("rank", "local_rank", "host", "device_ids")
+    assert [tuple(process[name] for name in names) for process in plan["processes"]] == [
         (0, 0, B, [0]), (1, 1, B, [1]), (2, 0, A, [0]), (3, 1, A, [1]), (4, 2, A, [2]),
     ]  # fmt: skip
     assert contract(plan) == [
-        ("0", "5", "0", "2", "0", "2", "0,1"),
-        ("1", "5", "1", "2", "0", "2", "0,1"),
-        ("2", "5", "0", "3", "1", "2", "0,1,2"),
-        ("3", "5", "1", "3", "1", "2", "0,1,2"),
+        ("0", "5", "0", "2", "0", "2", "0,1"), ("1", "5", "1", "2", "0", "2", "0,1"),
+        ("2", "5", "0", "3", "1", "2", "0,1,2"), ("3", "5", "1", "3", "1", "2", "0,1,2"),
         ("4", "5", "2", "3", "1", "2", "0,1,2"),
-    ]
-    for process in plan["processes"]:
-        assert (process["env"]["MASTER_ADDR"], process["env"]["MASTER_PORT"]) == (B, "29500")
+    ]  # fmt: skip
+    assert {(p["env"]["MASTER_ADDR"], p["env"]["MASTER_PORT"]) for p in plan["processes"]} == {(B, "29500")}
     plan = here.dry("-H", path, "--one_process_per_node", "--master_addr", "c", "--master_port", 1, "train.py")
     assert contract(plan) == [("0", "2", "0", "1", "0", "2", "0,1"), ("1", "2", "0", "1", "1", "2", "0,1,2")]
     assert [process["device_ids"] for process in plan["processes"]] == [[0, 1], [0, 1, 2]]
@@ -70,40 +70,33 @@ def test_ranks_are_node_major_in_hostfile_order(here):
     assert (plan["coordinator"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("c:1", "c", "1")
 
 
-@pytest.mark.parametrize(
-    ("words", "hosts"),
-    [
+def test_choice_of_hosts(here):
+    path = here.hosts(f"{A} slots=4", f"{B} slots=4", f"{C} slots=2")
+    for words, hosts in (
         (["--num_nodes", "2", "--num_accelerators", "2"], {A: [0, 1], B: [0, 1]}),
         (["--include", f"{C}@{A}:3,1"], {A: [1, 3], C: [0, 1]}),
-        (["-i", f"{B}"], {B: [0, 1, 2, 3]}),
-        (["-e", f"{A}:0@{C}"], {A: [1, 2, 3], B: [0, 1, 2, 3]}),
-    ],
-)
-def test_choice_of_hosts(here, words, hosts):
-    plan = here.dry("-H", here.hosts(f"{A} slots=4", f"{B} slots=4", f"{C} slots=2"), *words, "train.py")
-    assert list(plan["hosts"].items()) == list(hosts.items())
-    first = next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1"  # the processes of one host need no network
-    assert plan["coordinator"] == f"{first}:29500"
+        (["-e", f"{A}@{C}"], {B: [0, 1, 2, 3]}),
+    ):
+        plan = here.dry("-H", path, *words, "train.py")
+        assert list(plan["hosts"].items()) == list(hosts.items())
+        first = next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1"  # the processes of one host need no network
+        assert plan["coordinator"] == f"{first}:29500"
 
 
-@pytest.mark.parametrize(
-    ("visible", "words", "ids"),
-    [
-        ("3,1", [], [3, 1]),
-        ("3,1", ["--num_nodes", "1", "--num_gpus", "1"], [3]),
-        ("3,1,0", ["--include", "localhost:0,3"], [3, 0]),
-        ("GPU-b,GPU-a", [], ["GPU-b", "GPU-a"]),
-    ],
-)
-@pytest.mark.parametrize("named", [False, True])
-def test_visible_devices_of_this_machine(here, visible, words, ids, named):
+def test_visible_devices_of_this_machine(here):
     """Without a hostfile, and with one that contains this machine."""
-    here.setenv("CUDA_VISIBLE_DEVICES", visible)
-    where = ["--hostfile", here.hosts("localhost slots=8")] if named else []
-    plan = here.dry(*where, *words, "train.py")
-    assert plan["hosts"] == {"localhost": ids}
-    assert [process["device_ids"] for process in plan["processes"]] == [[id] for id in ids]
-    assert {process["env"]["CUDA_VISIBLE_DEVICES"] for process in plan["processes"]} == {",".join(map(str, ids))}
+    for where in ([], ["--hostfile", here.hosts("localhost slots=8")]):
+        for visible, words, ids in (
+            ("3,1", ["--num_nodes", "1", "--num_gpus", "1"], [3]),
+            ("3,1,0", ["--include", "localhost:0,3"], [3, 0]),
+            ("GPU-b,GPU-a", [], ["GPU-b", "GPU-a"]),
+        ):
+            here.setenv("CUDA_VISIBLE_DEVICES", visible)
+            plan = here.dry(*where, *words, "train.py")
+            assert plan["hosts"] == {"localhost": ids}
+            assert [process["device_ids"] for process in plan["processes"]] == [[id] for id in ids]
+            seen = {process["env"]["CUDA_VISIBLE_DEVICES"] for process in plan["processes"]}
+            assert seen == {",".join(map(str, ids))}
 
 
 def test_visible_devices_are_this_machines_alone(here, monkeypatch):
@@ -122,7 +115,10 @@ def test_platform_cpu(here):
         env = [process["env"] for process in here.dry("--platform=cpu", *words, "train.py")["processes"]]
         assert [(one["JAX_PLATFORMS"], one["JAX_NUM_CPU_DEVICES"]) for one in env] == [("cpu", size) for size in sizes]
         assert "CUDA_VISIBLE_DEVICES" not in env[0]
-    assert here.dry("--platform=cpu", "train.py")["hosts"] == {"localhost": [0]}
+    plan = here.dry("--platform=cpu", "train.py", "run")
+    assert plan["hosts"] == {"localhost": [0]}
+    assert cli.main(["run", "--dry_run", "--platform=cpu", "train.py", "run"]) == 0  # a word for the same
+    assert json.loads(here.capsys.readouterr().out) == plan
     assert here.dry("--platform=cpu", "--include", "localhost:0,2", "train.py")["hosts"] == {"localhost": [0, 2]}
 
 
@@ -138,21 +134,12 @@ def test_no_ssh_is_one_hosts_part_of_the_same_plan(here):
         assert part["processes"][0]["env"]["JZERO_HEARTBEAT_SECONDS"] == "8"  # no command sees all hosts
 
 
-def test_run_is_a_word_for_the_same(here, capsys):
-    here.setenv("CUDA_VISIBLE_DEVICES", "0")
-    plan = here.dry("train.py", "run")
-    assert cli.main(["run", "--dry_run", "train.py", "run"]) == 0
-    assert json.loads(capsys.readouterr().out) == plan
-
-
 TWO = ["--hostfile", "two"]  # A and localhost, two slots each
 REFUSED = [
     (["--no_python", "--module"], ["--no_python and --module", "keep one"]),
     (["--hostfile", "none"], ["--hostfile = none: no such file"]),
-    ([*TWO, "--num_gpus", "3"], [f"{A} has 2: 0, 1", "localhost has 2: 0, 1"]),
     (["--num_gpus", "3"], ["--num_gpus = 3: localhost has 2: 0, 1"]),
     (["--num_nodes", "2"], ["there is no hostfile ", "/none that names them", "--hostfile FILE", "--no_ssh"]),
-    (["--num_nodes", "2", "--launcher", "openmpi"], ["there is no hostfile"]),
     (["--num_nodes", "2", "--launcher", "slurm"], ["needs --num_nodes and --num_gpus (found 2 and -1)"]),
     (["--node_rank", "0"], ["--node_rank = 0: needs --no_ssh"]),
     (["--no_ssh", "--num_nodes", "2"], ["needs --node_rank (found -1)", "needs --master_addr"]),
@@ -172,7 +159,6 @@ REFUSED = [
     (["--launcher", "k8s"], ['--launcher_args "image=IMAGE"']),
     (["--launcher", "k8s", "--launcher_args", "image=i nme=x"], ["['nme']: allowed are image, name, namespace"]),
     (["--launcher", "slurm", "-i", "localhost:0"], ["--launcher slurm: that system chooses devices itself"]),
-    (["--launcher", "openmpi", "--venv_script", "x"], ["--venv_script: does not work with --launcher openmpi"]),
     (["--launcher", "slurm", "--max_restarts", "1"], ["--max_restarts: does not work with --launcher slurm"]),
     (["--hostfile", "uneven", "--launcher", "slurm"], [f"same number of devices on every host: {A} 1, {B} 2"]),
     (["--no_python", "nowhere"], ["nowhere: no such program"]),
@@ -203,3 +189,95 @@ def test_too_few_visible_devices(here):
     here.setenv("CUDA_VISIBLE_DEVICES", "0")
     message = here.refused("-H", path, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")
     assert "leaves 1 of 2 slots, which the other hosts cannot see with --no_ssh: unset it" in message
+
+
+NAMES = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SECRET", "MLFLOW_TRACKING_PASSWORD", "TF_CREDENTIALS", "NCCL_my_key"]
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def secrets(here, monkeypatch):
+    for name in [*NAMES, "JZERO_SECRET"]:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+
+
+@pytest.mark.usefixtures("secrets")
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "openmpi", "k8s"])
+def test_no_secret_is_in_a_plan(here, launcher):
+    """Arguments are shown as they are: a masked one would suggest that command lines keep secrets."""
+    exported = f"--export=MY_PASSWORD={SECRET}", "--export=NCCL_DEBUG"
+    words = ["--platform=cpu", *exported, "train.py", "--api_key", "shown"]
+    if launcher == "k8s":
+        manifest, pod = here.manifest("--launcher_args=image=i", "--num_nodes=1", "--num_gpus=1", *words)
+        env = {v["name"]: v["value"] for v in pod["containers"][0]["env"]}
+        assert env == {"MY_PASSWORD": "***", "NCCL_DEBUG": "INFO"}
+        text = json.dumps(manifest)
+    else:
+        plan = here.dry(f"--launcher={launcher}", "--hostfile", here.hosts("localhost slots=1"), *words)
+        env = plan["processes"][0]["env"]
+        assert {name: env[name] for name in [*NAMES, "MY_PASSWORD"]} == dict.fromkeys([*NAMES, "MY_PASSWORD"], "***")
+        assert env["NCCL_DEBUG"] == "INFO"
+        text = json.dumps(plan)
+    assert SECRET not in text
+    assert "shown" in text
+
+
+@pytest.mark.usefixtures("secrets")
+def test_processes_get_the_secrets(here):
+    words = ["--platform=cpu", "--launcher_args=image=i", f"--export=MY_PASSWORD={SECRET}", "train.py"]
+    env = {name: SECRET for name in NAMES} | {"HOME": str(here.path)}
+    job = make_job(options.parse(words), env, str(here.path))
+    assert {job.processes[0].env[name] for name in NAMES} == {SECRET}
+    assert SECRET in json.dumps(kubernetes.jobset(job, job.processes[0].env))
+
+
+@pytest.mark.usefixtures("secrets")
+def test_no_secret_is_in_an_error(here):
+    for line in (f"WANDB_API_KEY: {SECRET}", f"export JZERO_JOB_ID=TOKEN{SECRET}"):
+        here.write(".jzero_env", line)
+        assert SECRET not in here.refused("--platform=cpu", "train.py")
+    (here.path / ".jzero_env").unlink()
+    for name in ("API-KEY", "JZERO_SECRET"):
+        said = here.refused("--platform=cpu", f"--export={name}={SECRET}", "train.py")
+        assert SECRET not in said
+    assert "export JZERO_SECRET" in said
+    for config in (
+        {"wandb": [{"api_key": SECRET}]}, {"optimizer": {"type": "Adam", "params": {"api_key": SECRET}}},
+        {"compiler_options": {"api_key": [SECRET]}}, {"comet": {"api_key": SECRET, "token": SECRET}},
+        {"API_KEY": SECRET}, {"secret": {"seed": 1}},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            Config.load(config)
+        assert SECRET not in str(error.value)
+    assert '{"seed": 1}' in str(error.value)  # only texts are masked
+
+
+HOST_NAMES = {
+    "worker..1": "must have 1 to 63 characters between its dots",
+    f"{'a' * 64}.com": "must have 1 to 63 characters between its dots",
+    "root@-v": "cannot begin with -",
+    "a\x00b": "must have 1 to 253 characters, without spaces and control characters",
+    "a." * 127: "must have 1 to 253 characters, without spaces and control characters",
+}
+
+
+def test_a_host_name_that_cannot_be_encoded(here):
+    """It is refused in one line wherever it is written."""
+    cpu = ["--platform", "cpu"]
+    good = here.write("good", f"{A} slots=1", "localhost slots=1")
+    for name, why in HOST_NAMES.items():
+        path = here.hosts("localhost slots=1", f"{name} slots=1")
+        options = [["-H", path], *(["-H", good, f"{option}={name}"] for option in ("-i", "--master_addr"))]
+        if "\x00" not in name:  # no environment holds it
+            here.setenv("SLURM_JOB_NODELIST", name)
+            options.append(["--num_gpus", 1])
+        for words in options:
+            message = here.refused(*cpu, *words, "train.py")
+            assert f"a host's name {why}" in message
+            assert message.count("\n") == 1
+
+
+def test_a_host_name_that_is_allowed():
+    names = ["worker-1", "root@gpu.example.com", "10.0.0.1", "fe80::1%eth0", "a.b.", "é", "a_b"]
+    assert [host_fault(name) for name in names] == [""] * len(names)

@@ -1,12 +1,17 @@
-"""The faults of hosts, found before a script starts."""
+"""The faults of hosts, found before a script starts, and of a process's GPUs and NCCL; with stand-ins."""
 
 import asyncio
+import ctypes
+import importlib.metadata
 import os
 import socket
+from types import SimpleNamespace
 
+import jax
 import pytest
 from helpers.refusals import refuses
 
+from jzero.distributed import machine
 from jzero.launcher import agent, options
 from jzero.launcher.connecting import SAME, Connecting, faults, host_table
 from jzero.launcher.job import make_job
@@ -39,52 +44,47 @@ ALL = {
 FEW = "GPUs, 8 are wanted: correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
 
-@pytest.mark.parametrize(
-    ("hellos", "found"),
-    [
-        *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
-            {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
-        ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
-        ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
-            {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
-        ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello(gpus=7)},
-            {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
-        ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
-        ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
-        (ALL, {"deaf": [ALL["deaf"]["error"]], "old": [
-            "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
-            "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
-    ],
-)  # fmt: skip
-def test_faults(hellos, found):
-    assert faults(hellos, dict.fromkeys(hellos, 8)) == found
+def test_faults():
+    for hellos, found in (
+            *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
+                {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
+            ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
+            ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
+                {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
+            ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello(gpus=7)},
+                {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
+            ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
+            ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
+            (ALL, {"deaf": [ALL["deaf"]["error"]], "old": [
+                "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
+                "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
+    ):  # fmt: skip
+        assert faults(hellos, dict.fromkeys(hellos, 8)) == found
 
 
 def test_table():
-    some = {name: ALL[name] for name in ("good-1", "old")} | {"deaf": {"error": "ssh: [preauth] :key:"}}
-    table = host_table(some, {"old": ["one", "two"], "deaf": ["ssh: [preauth] :key:"]})
-    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[0] == "|"] == [
+    text = "ssh: [preauth] :key:"  # printed as it is: rich must not read [preauth] as markup
+    some = {name: ALL[name] for name in ("good-1", "old")} | {"deaf": {"error": text}}
+    lines = host_table(some, {"old": ["one", "two"], "deaf": [text]}).splitlines()
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[0] == "|"] == [
         ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"],
         ["good-1", "3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8", "-"],
         ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1", "one; two"],
-        ["deaf", *[""] * 6, "ssh: [preauth] :key:"],  # printed as it is: rich must not read [preauth] as markup
+        ["deaf", *[""] * 6, text],
     ]
 
 
-@pytest.mark.parametrize(
-    ("said", "problems"),
-    [
+def test_weak_points():
+    for said, problems in (
         ({}, ["8 GPUs and no CUDA plugin: pip install -e "]),
         ({"gpus": 0}, []),
         ({"jax_cuda12_plugin": "0.11.2"}, []),
         ({"jax_cuda13_plugin": "0.11.1"}, ["jax-cuda13-plugin 0.11.1 with jaxlib 0.11.2: install the same"]),
-    ],
-)
-def test_weak_points(said, problems):
-    found = weak_points(hello(**said) | {"shared_memory": 2**31})
-    assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
-    little = weak_points(hello(**said) | {"shared_memory": 2**20})
-    assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
+    ):
+        found = weak_points(hello(**said) | {"shared_memory": 2**31})
+        assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
+        little = weak_points(hello(**said) | {"shared_memory": 2**20})
+        assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
 
 
 class Host:
@@ -130,15 +130,11 @@ def connect(tmp_path, monkeypatch):
     return connect
 
 
-def test_a_secret_that_is_given(connect, monkeypatch):
+def test_a_secret_that_is_given_and_a_port_that_is_taken(connect, monkeypatch):
     monkeypatch.setenv("JZERO_SECRET", "my own")
     assert connect({"a": "a"}).connecting.secret == "my own"
-
-
-def test_a_port_that_is_taken(connect):
-    refuses(
-        lambda: connect({"a": "a"}, "--master_port", "7"), "a: port 7 at 127.0.0.1: Address already in use; another"
-    )
+    words = "a: port 7 at 127.0.0.1: Address already in use; another"
+    refuses(lambda: connect({"a": "a"}, "--master_port", "7"), words)
 
 
 @pytest.mark.parametrize(
@@ -184,3 +180,87 @@ def test_what_an_agent_cannot_do(tmp_path):
     assert bound == {"bound": [None, "Address already in use"]}
     assert out == {"out": [3, 2, f"{tmp_path}/file/logs: Not a directory\n"]}
     assert end == {"exit": [3, 127]}
+
+
+def test_the_loaded_nccl(tmp_path, monkeypatch):
+    def version(pointer):
+        pointer._obj.value = 22703
+
+    opened = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: opened.append(path) or SimpleNamespace(ncclGetVersion=version))
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 42    /usr/lib/libc.so.6\n")
+    assert machine.loaded_nccl(str(maps)) is None
+    path = "/env/nvidia/nccl/lib/libnccl.so.2"
+    maps.write_text(f"7f00-7f01 r-xp 0 08:01 42  /usr/lib/libc.so.6\n7f02-7f03 r-xp 0 08:01 43    {path}\n")
+    assert machine.loaded_nccl(str(maps)) == (path, "2.27.3")
+    assert opened == [path]
+
+
+def test_another_nccl_than_the_plugins():
+    installed = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}
+    fault = machine.nccl_fault("/x/libnccl.so.2", "2.28.9", installed)
+    assert "NCCL 2.28.9 is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.27.3 belongs to jax-cuda12" in fault
+    assert machine.nccl_fault("/x/libnccl.so.2", "2.27.3", installed | {"nvidia-nccl-cu12": "2.27.3.1"}) == ""
+    assert machine.nccl_fault("/x/libnccl.so.2", "2.1.0", {"jax-cuda12-plugin": "0.11.2"}) == ""
+
+
+def test_another_wheel_of_the_same_version(monkeypatch):
+    """A process that has loaded the library of the wrong CUDA is told, although the versions are equal."""
+    both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.28.9", "nvidia-nccl-cu13": "2.28.9"}
+    monkeypatch.setattr(machine, "installed_wheels", lambda: both)
+    monkeypatch.setattr(machine, "loaded_nccl", lambda: ("/x/libnccl.so.2", "2.28.9"))
+    for wheel in ("", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        monkeypatch.setattr(machine, "wheel_of", {"/x/libnccl.so.2": wheel}.get)
+        found = machine.process_faults({}, 1)
+        assert len(found) == (wheel == "nvidia-nccl-cu13"), wheel
+    assert "NCCL 2.28.9 (nvidia-nccl-cu13) is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.28.9" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_size", "devices", "platforms", "words"),
+    [
+        ("0,1", 2, ["gpu"], None, ""),
+        ("GPU-1f", 4, ["gpu"], "cuda", ""),
+        ("-1", 1, ["cpu"], None, ""),
+        ("0,1", 1, ["cpu"], "cpu", ""),
+        ("0,1", 2, ["cpu"], None, "expected 1 GPUs in this process, JAX has 1 x cpu"),
+        ("0,1", 2, ["gpu", "gpu"], None, "expected 1 GPUs in this process, JAX has 2 x gpu"),
+    ],
+)
+def test_devices_that_are_not_the_visible_ones(visible, local_size, devices, platforms, words):
+    there, before = [SimpleNamespace(platform=name) for name in devices], jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        fault = machine.device_fault({"CUDA_VISIBLE_DEVICES": visible}, local_size, there)
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert words in fault
+    assert bool(words) == bool(fault)
+
+
+def test_wheels_that_overwrite_each_other(tmp_path, monkeypatch):
+    """Both wheels claim one file; its size is that of the wheel for CUDA 13, installed last."""
+    path = tmp_path / "libnccl.so.2"
+    path.write_bytes(b"x" * 300)
+    sizes = {"nvidia-nccl-cu12": 200, "nvidia-nccl-cu13": 300}
+
+    def files(name):
+        if name not in sizes:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return [SimpleNamespace(name="libnccl.so.2", size=sizes[name], locate=lambda: path)]
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"nvidia-nccl-cu13": "2.30.7"}.get(name, "1"))
+    hello = agent.hello() | {"gpus": 1, "shared_memory": 2**40}
+    assert (hello["versions"]["nccl"], hello["nccl_path"]) == ("2.30.7 (nvidia-nccl-cu13)", str(path))
+    hello["versions"] = {"jaxlib": "1", "jax-cuda12-plugin": "1", "nccl": hello["versions"]["nccl"]}
+    (fault,) = weak_points(hello)
+    assert f"NCCL 2.30.7 (nvidia-nccl-cu13) is loaded from {path}, but nvidia-nccl-cu12 belongs to jax-cuda12" in fault
+    hello["versions"] |= {"nccl": "2.30.7 (nvidia-nccl-cu12)"}
+    assert weak_points(hello) == []
+    sizes.clear()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path / 'none'}:{tmp_path}")
+    assert machine.nccl_to_load() == (str(path), "? (no wheel's)")
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert machine.nccl_to_load()[0] == ""

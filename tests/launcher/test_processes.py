@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 from helpers.refusals import refuses
 from helpers.tensor_models import reference
-from jobs import QUICK
-from workers import CPU, TRIED, said
+from jobs import CPU, QUICK, TRIED, said
 
 import jzero
 from jzero.distributed import host_collectives, last_words
@@ -54,9 +53,9 @@ def run(start):
 
 def test_processes_that_differ(run):
     job, told = run("""
-tried("lr", lambda: engine(optimizer={"type": "Adam", "params": {"lr": 1e-3 * (1 + rank)}}).train_batch(rows(4)))
+sgd = {"type": "SGD", "params": {"lr": 1e-3 * (1 + rank)}}
+tried("lr", lambda: engine(hidden=8 + rank, optimizer=sgd).train_batch(rows(4)))
 tried("mesh", lambda: engine(mesh={"data": 1 + rank, "zero": 2 - rank}).train_batch(rows(4)))
-tried("model", lambda: engine(hidden=8 + rank).train_batch(rows(4)))
 one = engine()
 tried("shape", lambda: one.eval_batch(rows(4 * (1 + rank))))
 tried("good", lambda: float(one.train_batch(rows(4))) == float(one.train_batch(rows(4))))
@@ -85,22 +84,19 @@ tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32",
 
 @pytest.mark.slow
 def test_micro_batches_of_two_processes(run):
-    """Each process passes its own rows, or jzero's loader passes the rows of all; the data of one end."""
+    """Each process passes its own rows; the data of one end."""
     _, told = run("""
 x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
 one = engine(batch=8, gradient_accumulation_steps=2)
-whole = float(one.eval_batch((x, y)))
-mine = [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
-loader = jzero.data.DataLoader((x, y), one.step_fn)
-for name, data in {"own": mine, "alike": [(x[:4], y[:4]), (x[4:], y[4:])], "loader": loader}.items():
-    tried(name, lambda: abs(float(one.eval_batch(iter(data))) / whole - 1) < 1e-6)
+whole, mine = float(one.eval_batch((x, y))), [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
+tried("own", lambda: abs(float(one.eval_batch(iter(mine))) / whole - 1) < 1e-6)
 data = iter([rows(4)] * (4 if rank == 0 else 3))
 tried("first", lambda: float(one.train_batch(data)) > 0)
 tried("second", lambda: one.train_batch(data))
 """)
     for texts in told:
         assert "the iterator of process 1 ended after 1 of 2 micro-batches" in texts.pop("second")
-        assert texts == dict.fromkeys(["own", "alike", "loader", "first"], "True")
+        assert texts == {"own": "True", "first": "True"}
 
 
 def test_jax_that_was_used_before(monkeypatch):
@@ -313,28 +309,21 @@ import jzero
 from helpers.planted_faults import Net, config, rows
 from jzero.loss_scale import NonFiniteError
 
-
-def train(bad):
-    engine.train_batch(bad)
-    try:
-        engine.train_batch(rows(2, 8))
-    except NonFiniteError as error:
-        jzero.log_dist("found " + str(error).replace(chr(10), "; "), ranks=[-1])
-
-
 engine = jzero.initialize(model=Net(), config=config(0, gradient_accumulation_steps=2))[0]
 engine.train_batch(rows(0, 8))
 bad = rows(1, 8)
 bad["x"][6] = np.nan  # of process 1: its rows are 4 to 7, and its second micro-batch is 6 and 7
-train(bad)
-w = engine.state.params["stack"]["w"]
-copies = [shard.data for shard in w.addressable_shards]
-if jax.process_index() == 1:
-    part = np.array(copies[0])
-    part[1] = np.nan
-    copies[0] = jax.device_put(part, copies[0].device)
-engine.state.params["stack"]["w"] = jax.make_array_from_single_device_arrays(w.shape, w.sharding, copies)
-train(rows(0, 8))
+for batch in (bad, rows(0, 8)):
+    engine.train_batch(batch)
+    try:
+        engine.train_batch(rows(2, 8))
+    except NonFiniteError as error:
+        jzero.log_dist("found " + str(error).replace(chr(10), "; "), ranks=[-1])
+    w = engine.state.params["stack"]["w"]
+    part = np.array(w.addressable_shards[0].data)
+    part[1] = np.nan if jax.process_index() == 1 else part[1]
+    copies = [jax.device_put(part, w.addressable_shards[0].device)]
+    engine.state.params["stack"]["w"] = jax.make_array_from_single_device_arrays(w.shape, w.sharding, copies)
 """
 
 
@@ -344,16 +333,10 @@ def test_both_processes_name_the_row_and_the_process(start, tmp_path):
     found = [re.findall(rf"^\[{rank}\] found (.*)$", job.output, re.M) for rank in (0, 1)]
     assert found[0] == found[1], job.output
     row, copy = found[0]
-    for text, words in (
-        (row, "step 2: the loss is nan"),
-        (row, "first in the forward pass: the prefix"),
-        (row, "in micro-batch 1 of 2, on replica 1: row 6 of the global batch"),
-        (copy, "step 2: the loss is nan"),
-        (copy, "parameter stack/w, layer 1, is not finite on device 1 (process 1); the same part is"),
-        (copy, "finite on device 0 (process 0)"),
-        (copy, "first in the forward pass: layer 1 of 4"),
-    ):
-        assert words in text
+    assert "first in the forward pass: the prefix" in row
+    assert "in micro-batch 1 of 2, on replica 1: row 6 of the global batch" in row
+    assert "parameter stack/w, layer 1, is not finite on device 1 (process 1); the same part is" in copy
+    assert "finite on device 0 (process 0)" in copy
     assert (tmp_path / "saved" / "step2" / "README.md").exists()
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from workers import CPU
+from jobs import CPU
 
 from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE, read_outages
 from jzero.errors import ConfigError
@@ -31,9 +31,8 @@ def attempt(code, *lines, steps=-1, age=1.0, culprit=0):
 ERROR = "jzero: after step 7: ValueError: bad"
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "stops"),
-    [
+def test_the_same_failure_twice():
+    for first, second, stops in (
         (attempt(1, ERROR, steps=5), attempt(1, ERROR, steps=6), True),  # the line has the step; the count is late
         (attempt(1, ERROR), attempt(1, ERROR.replace("7", "8")), False),
         (attempt(1, "a <X at 0x7f01>", steps=3), attempt(1, "a <X at 0x55aa>", " ", steps=3), True),
@@ -48,10 +47,8 @@ ERROR = "jzero: after step 7: ValueError: bad"
         (attempt(SAVED), attempt(SAVED), False),
         (attempt(HUNG, steps=3, culprit=None), attempt(HUNG, steps=3, culprit=None), False),
         (attempt(1, ERROR), attempt(CONFIG), True),
-    ],
-)
-def test_the_same_failure_twice(first, second, stops):
-    assert bool(why_not(symptom_of(second, second.failure), symptom_of(first, first.failure))) == stops
+    ):
+        assert bool(why_not(symptom_of(second, second.failure), symptom_of(first, first.failure))) == stops
 
 
 class Attempts:

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from helpers.sampling import keep
-from jobs import PATIENCE, QUICK, stand_in, wait_for
-from workers import CPU
+from jobs import CPU, PATIENCE, QUICK, WORKER, stand_in, wait_for
+
+from jzero import cli
 
 pytestmark = pytest.mark.processes
 
@@ -42,6 +42,7 @@ def test_a_job_that_succeeds(start, worker, tmp_path):
 
 
 def test_kill_a_rank(start, worker):
+    """At once, though its children keep its output open."""
     job = start(*CPU, 3, worker, WAYS_TO_STAY).until(("ready", 3))
     job.kill(job.rank(2))
     job.ended(128 + signal.SIGKILL, 10).gone(10 - job.took())
@@ -99,15 +100,6 @@ def test_no_child_hides(start, worker, who, how):
     assert job.processes().keys() & before.keys() == {job.process.pid}
     job.kill(job.process.pid, signal.SIGTERM)
     job.ended(128 + signal.SIGTERM, 10).gone(5)
-
-
-@pytest.mark.slow
-def test_kill_the_command_of_a_stopped_agent(start, worker):
-    job = start(*CPU, 1, worker, "hidden").until("ready")
-    job.kill(*job.agents(), signal.SIGSTOP)
-    job.kill(job.process.pid)
-    job.wait()
-    job.gone(15)
 
 
 def test_an_orphan_a_stopped_guard_and_a_second_signal(start, worker):
@@ -221,26 +213,55 @@ def test_a_reader_that_pauses(start, worker):
     assert job.output.count("x" * 100) == 2 * 3000, job.errors
 
 
-FAILS_FIRST = """
-import os, subprocess, sys, time
-if os.environ["RANK"] == "1":
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]])
-    open("failing", "w").write(str(os.getpid()))
-    os.rename("failing", "failed")
-    raise ValueError("the cause")
-while not os.path.exists("failed"):
-    time.sleep(0.01)
-while os.path.exists("/proc/" + open("failed").read()):
-    time.sleep(0.01)
-time.sleep(0.2)
-sys.exit(9)
+def fail():
+    raise UnicodeError("label empty")
+
+
+@pytest.mark.parametrize("fault", ["connecting.Link.to", "failure.Progress.note"])
+def test_an_unexpected_error_in_the_launcher(here, monkeypatch, fault):
+    """It ends the job at once, with its type and text in one line."""
+    monkeypatch.setattr(f"jzero.launcher.{fault}", lambda *_: fail())
+    stop = signal.getsignal(signal.SIGTSTP)
+    try:
+        assert cli.main([*CPU, "2", "--no_python", "--no_local_rank", "sleep", "1000"]) == 1
+    finally:
+        signal.signal(signal.SIGTSTP, stop)
+    said = here.capsys.readouterr().err
+    assert "jzero: the command itself failed: UnicodeError: label empty (test_run.py, line " in said
+    assert "Traceback" not in said
+
+
+MAIN = """
+import sys, time
+from jzero import cli
+from jzero.launcher import attempt
+
+def fails(*_):
+    raise UnicodeError("label empty")
+
+def sleeps(*_):
+    print("stuck", flush=True)
+    time.sleep(1000)
+
+attempt.Attempt.{fault}
+sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_the_first_to_fail_is_named(start, tmp_path):
-    """Even if its children keep its output open, and another rank fails because of it."""
-    job = start(*CPU, 2, "worker.py", program=FAILS_FIRST).ended(1)
-    assert time.time() - (tmp_path / "failed").stat().st_mtime < 20
-    assert "rank 1 exited with code 1 first" in job.errors
-    assert job.errors.endswith("ValueError: the cause\n")
-    job.gone(5)
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", ["interrupt = fails", pytest.param("tick = sleeps", marks=pytest.mark.slow)])
+def test_a_launcher_that_is_stuck_ends_after_sigterm(start, tmp_path, fault):
+    """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""
+    (tmp_path / "faulty.py").write_text(MAIN.format(fault=fault))
+    job = start(*CPU, 2, "--grace", 1, "worker.py", main=["faulty.py"], program=WORKER)
+    job.until("stuck" if "sleeps" in fault else ("ready", 2))
+    job.kill(job.process.pid, signal.SIGTERM)
+    code = job.wait(20)
+    job.gone(10)
+    if "sleeps" in fault:
+        assert code == 128 + signal.SIGTERM
+        assert "the command itself was stuck" in job.errors
+        assert job.took() < 19
+    else:
+        assert code == 1
+        assert "UnicodeError: label empty (faulty.py, line 7)" in job.errors

@@ -2,13 +2,8 @@
 
 import contextlib
 import json
-import os
-import random
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +11,7 @@ import layouts as runs
 import numpy as np
 import pytest
 from helpers.sampling import some
-from jobs import QUICK, ROOT, Command
-from workers import CPU, TRIED, said
+from jobs import CPU, QUICK, ROOT, TRIED, Command, said
 
 import jzero
 from jzero import ledger
@@ -132,7 +126,7 @@ def test_layouts_of_two_processes_and_of_one(job, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"{name} -> {back}")
 
 
-KILLS = [  # the random kills below hit steps and restores, too
+KILLS = [
     ("_check_shared writing", "stage3 x 2", [1]),
     ("commit committing", "pipe x 2", [0, 1]),
     ("commit committing", "stage3 x 2", [1]),  # rank 0 commits, a peer dies
@@ -171,36 +165,6 @@ def test_a_killed_job_goes_on_by_itself(job, tmp_path, straight, moment, layout,
     assert "stopped" not in goodput.lost
     assert goodput.steps + sum(goodput.lost.values()) == pytest.approx(goodput.wall, abs=1e-3)
     assert goodput.wall > goodput.lost["restart"] > 0
-
-
-def test_a_job_killed_at_random_again_and_again(job, tmp_path, straight):
-    """Any process, at any moment; the losses are the straight run's."""
-    layout, directory, chance = "stage3 x 2", tmp_path / "runs", random.Random(7)
-    end, kills, outputs = time.monotonic() + 45, 0, []
-    while True:
-        more = time.monotonic() < end
-        running = job(TRAIN, "train", layout, directory, PACE="0.4" if more else "0")
-        moment, killed = time.monotonic() + chance.uniform(1, 12), False
-        while more and running.process.poll() is None and time.monotonic() < moment:
-            time.sleep(0.02)
-        if more and running.process.poll() is None and (processes := running.processes()):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                running.kill(chance.choice(sorted(processes)))
-                killed = True
-        code = running.wait()
-        running.gone()
-        kills += killed
-        outputs.append(running.output)
-        assert killed or code == 0, running.errors
-        if "step 12" in running.output and not code:  # the run is complete
-            found = losses("\n".join(outputs))
-            assert found == {step: loss for step, loss in straight(layout).items() if step in found}
-            outputs.clear()
-            if not more:
-                break
-            shutil.rmtree(directory)  # start over: kills may still hit every phase
-    print(f"{kills} kills")
-    assert kills >= 2
 
 
 @pytest.mark.parametrize("told", some(["command", "rank 1"], ["rank 1"]))
@@ -247,22 +211,16 @@ def test_sigterm_when_another_rank_takes_no_more_steps(job, tmp_path, what, code
     assert (late in running.errors) == (what == "stopped")
 
 
-def test_sigterm_of_one_process_alone(tmp_path):
+def test_sigterm_of_one_process_alone(start, tmp_path):
     """Without the launcher."""
-    (tmp_path / "worker.py").write_text(WORKER + TRAIN)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JZERO_"))} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-u", tmp_path / "worker.py", "x", "train", "stage3 x 2", tmp_path / "runs"]
-    running = subprocess.Popen(command, env=env | {"PACE": "1"}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    for line in running.stdout:
-        if line.startswith("step 3"):
-            running.terminate()
-            break
-    rest = running.stdout.read()
-    assert running.wait(30) == 75
-    last = max([3, *map(int, re.findall(r"^step (\d+) ", rest, re.M))])
+    main, env = ["-u", "worker.py", "x"], QUICK | {"JAX_PLATFORMS": "cpu", "PACE": "1"}
+    running = start("train", "stage3 x 2", tmp_path / "runs", main=main, env=env, program=WORKER + TRAIN)
+    running.until("\nstep 3 ").kill(running.process.pid, signal.SIGTERM)
+    said = running.ended(75, 30).output
+    last = max(map(int, re.findall(r"^step (\d+) ", said, re.M)))
     saved = jzero.checkpoint.Checkpoint.find(tmp_path / "runs").notes["engine"]["global_steps"]
     assert saved in (last, last + 1)
-    assert re.search(rf"^step {saved}: loss \d.*\njzero: SIGTERM: saved", rest, re.M)  # the script did not get it
+    assert re.search(rf"^step {saved}: loss \d.*\njzero: SIGTERM: saved", said, re.M)  # the script did not get it
 
 
 MISTAKES = """
@@ -321,8 +279,7 @@ def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
     theirs.touch()
     done = job(MISTAKES, "x", "stage3 x 2", tmp_path / "runs").ended()
     assert theirs.exists()
-    waits = "jzero: process 0 waits for process 1 (saving a checkpoint): all processes must make this call"
-    assert waits in done.errors
+    assert "process 0 waits for process 1 (saving a checkpoint): all processes must make this call" in done.errors
     for rank, texts in enumerate(said(done)):
         for name, words in MESSAGES.items():
             assert words in texts.get(name, words if name == "alone" and rank else "")

@@ -16,18 +16,10 @@ pytest.importorskip("transformers")
 
 CHAT = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2."}]}
 TALK = CHAT["messages"]
-SAMPLES = {
-    "text": {"text": "one two"},
-    "completions": {"prompt": "1?", "completion": " 2."},
-    "chat": CHAT,
-    "preferences": {"prompt": "1?", "chosen": " 2.", "rejected": " 3."},
-}
-TRAINED = {
-    "text": "one two<|im_end|>",
-    "completions": " 2.<|im_end|>",
-    "chat": "2.<|im_end|>",
-    "preferences": " 2.<|im_end|>",
-}
+PAIR = {"prompt": "1?", "chosen": " 2.", "rejected": " 3."}
+SAMPLES = {"text": {"text": "one two"}, "completions": {"prompt": "1?", "completion": " 2."}, "chat": CHAT,
+           "preferences": PAIR}  # fmt: skip
+TRAINED = {"text": "one two", "completions": " 2.", "chat": "2.", "preferences": " 2."}  # and an end
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +52,7 @@ def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
     rows = found.rows(tokenizer, 64, len(tokenizer), pack=False).rows(np.arange(2))
     labels = rows.get("chosen", rows)["labels"][1]
     expected = TRAINED[kind][1:] if kind == "text" else TRAINED[kind]
-    assert tokenizer.decode(labels[labels >= 0]) == expected
+    assert tokenizer.decode(labels[labels >= 0]) == f"{expected}<|im_end|>"
 
 
 def test_a_text_file_is_one_text_in_rows(tmp_path, tokenizer):
@@ -80,32 +72,27 @@ def test_parts_of_a_text_lose_no_label(tokenizer):
         assert all(2 <= len(part.tokens) <= 5 for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([CHAT, '{"messages": ['], ["a.jsonl line 2 is no JSON", "expected a sample in each line"]),
-        ([CHAT, '{"text": "é"}'], ["a.jsonl line 2 is no text in UTF-8 (", "at byte 10): save the file as UTF-8"]),
-        ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
-        ([], ["a.jsonl is empty", '{"text"}']),
-        (["", "  "], ["a.jsonl is empty"]),
-        ([[{"text": "a"}]], ["a.jsonl is one JSON array", "`jq -c '.[]' a.jsonl` writes these lines"]),
-        ([[{"text": "a"}], "", " "], ["a.jsonl is one JSON array"]),
-        (['[{"text": "a"},', '{"text": "b"}]'], ["a.jsonl is one JSON array"]),
-        ([TALK, TALK], ["a.jsonl line 1 is list: must be an object", '{"messages": [{']),
-        (["", TALK, TALK], ["a.jsonl line 2 is list"]),
-        ([{"messages": "hello"}], ["line 1: messages is 'hello': must be a list of messages"]),
-        ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
-        ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
-        ([{"text": None}], ["line 1 has the fields text (null)"]),
-        ([{"text": ["a"]}], ["a.jsonl line 1: text is ['a']: must be a string"]),
-        ([{"prompt": "1?", "chosen": "2", "rejected": 3}], ["line 1: rejected is 3: must be a string or a list"]),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_a_file_is_one_line(lines, words, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        read_examples(write(tmp_path / "a.jsonl", *lines))
-    assert [word for word in words if word not in str(error.value)] == []
-    assert "\n" not in str(error.value)
+def test_a_mistake_in_a_file_is_one_line(tmp_path):
+    for lines, words in (
+            ([CHAT, '{"messages": ['], ["a.jsonl line 2 is no JSON", "expected a sample in each line"]),
+            ([CHAT, '{"text": "é"}'], ["a.jsonl line 2 is no text in UTF-8 (", "at byte 10): save the file as UTF-8"]),
+            ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
+            (["", "  "], ["a.jsonl is empty", '{"text"}']),
+            ([[{"text": "a"}]], ["a.jsonl is one JSON array", "`jq -c '.[]' a.jsonl` writes these lines"]),
+            (['[{"text": "a"},', '{"text": "b"}]'], ["a.jsonl is one JSON array"]),
+            ([TALK, TALK], ["a.jsonl line 1 is list: must be an object", '{"messages": [{']),
+            (["", TALK, TALK], ["a.jsonl line 2 is list"]),
+            ([{"messages": "hello"}], ["line 1: messages is 'hello': must be a list of messages"]),
+            ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
+            ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
+            ([{"text": None}], ["line 1 has the fields text (null)"]),
+            ([{"text": ["a"]}], ["a.jsonl line 1: text is ['a']: must be a string"]),
+            ([{"prompt": "1?", "chosen": "2", "rejected": 3}], ["line 1: rejected is 3: must be a string or a list"]),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            read_examples(write(tmp_path / "a.jsonl", *lines))
+        assert [word for word in words if word not in str(error.value)] == []
+        assert "\n" not in str(error.value)
 
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
@@ -138,24 +125,15 @@ def test_a_table_is_refused_with_the_line_that_makes_jsonl_of_it(name, between, 
     assert (found.kind, [*found.samples.values()]) == ("completions", [{"prompt": "1?", "completion": " two"}])
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        (
-            TALK[:1],
-            "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* the roles are user: ",
-        ),
+def test_a_conversation_that_cannot_be_trained(tmp_path, tokenizer):
+    for messages, words in (
+        (TALK[:1], "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* the roles are user: "),
         ([{**turn, "role": "bot"} for turn in TALK], "the roles are bot: must be system, user, assistant or tool$"),
-        (
-            [TALK[0], {**TALK[1], "content": None}],
-            r"^line 3: .*of message 2 \(assistant\) is null: must be a t",
-        ),
+        ([TALK[0], {**TALK[1], "content": None}], r"^line 3: .*of message 2 \(assistant\) is null: must be a t"),
         ([TALK[0], {"role": "assistant", "tool_calls": []}], "^line 3: .* message 2 .assistant. is null"),
-    ],
-)
-def test_a_conversation_that_cannot_be_trained(messages, words, tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", "", "", {"messages": messages})
-    refuses(lambda: read_examples(path).rows(tokenizer, 64, 258, pack=True), words)
+    ):
+        path = write(tmp_path / "a.jsonl", "", "", {"messages": messages})
+        refuses(lambda path=path: read_examples(path).rows(tokenizer, 64, 258, pack=True), words)
 
 
 def test_samples_that_cannot_be_encoded(tokenizer):
@@ -182,4 +160,4 @@ def test_a_sample_with_a_text_besides_is_trained_as_its_kind(tokenizer):
     sample = {"text": "whole text", "prompt": "1?", "completion": " 2."}
     data = Examples("completions", [sample], "x").rows(tokenizer, 32, 258, pack=True)
     labels = data.rows(np.array([0]))["labels"][0]
-    assert tokenizer.decode(labels[labels >= 0]) == TRAINED["completions"]
+    assert tokenizer.decode(labels[labels >= 0]) == " 2.<|im_end|>"

@@ -1,15 +1,17 @@
-"""The recipes: their configs are valid, the planner says that each fits."""
+"""The recipes: their configs are valid, the planner says that each fits; and `jzero demo` learns."""
 
 import importlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
 
 import jzero
 from jzero import cli
 from jzero.planner.named_models import tokens
+from jzero.recipes.demo import PROMPTS, train_demo
 from jzero.recipes.recipe_table import load_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -71,10 +73,13 @@ def test_the_table_has_every_size_and_every_number_of_gpus():
     assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
 
 
-def test_the_command_lists_them_and_prints_a_config(capsys):
+def test_the_command_lists_them_and_prints_a_config(capsys, monkeypatch):
+    """Some of them: the figures of each are computed from its model."""
+    some = [recipe for recipe in RECIPES if recipe.name.startswith("llama3-8b-pretrain-")][:3]
+    monkeypatch.setattr("jzero.recipes.recipe_table.load_recipes", lambda: some)
     assert cli.main(["recipes", "--price", "3"]) == 0
     printed = capsys.readouterr().out
-    for recipe in RECIPES:
+    for recipe in some:
         assert recipe.name in printed
         assert f"${recipe.hours * recipe.gpus * 3:,.0f}" in printed
     assert cli.main(["recipes", "--price", "-1"]) == 2
@@ -83,3 +88,24 @@ def test_the_command_lists_them_and_prints_a_config(capsys):
     assert jzero.Config.load(json.loads(capsys.readouterr().out)) == jzero.Config.load(recipe.config)
     assert cli.main(["recipes", "llama3-8b-pretrain-9xh100"]) == 2
     assert "no such recipe; did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_learns(capsys):
+    """A byte at random costs log 256 = 5.5 nats; knowing how often each byte comes about 3.1."""
+    found = train_demo(steps=60)
+    printed = capsys.readouterr().out
+    assert len(found.losses) == 60
+    assert found.losses[0] == pytest.approx(np.log(256), abs=0.6)
+    assert np.mean(found.losses[-10:]) < 2.7
+    assert found.held_out < 2.7
+    for prompt, sample in zip(PROMPTS, found.samples, strict=True):
+        assert sample.startswith(prompt)
+        assert len(sample) == len(prompt) + 160
+        assert sample in printed
+    assert "1 .. 60 steps" in printed
+
+
+def test_a_mistake_is_one_line(capsys):
+    assert cli.main(["demo", "--steps", "0"]) == 2
+    assert capsys.readouterr().err == "jzero: --steps 0: must be at least 1\n"
