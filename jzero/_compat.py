@@ -354,7 +354,7 @@ def function_primitive(name: str, kernel: Callable[..., Callable | None] | None 
         # A function with a derivative of its own refuses tangents that are known to be zero.
         moving = {i: t for i, t in enumerate(tangents) if type(t) is not ad.Zero}
 
-        def f(*xs: Any) -> Any:
+        def f(*xs: Array) -> list[Array]:
             known = dict(enumerate(primals)) | dict(zip(moving, xs, strict=True))
             return jaxpr_as_fun(jaxpr)(*known.values())
 

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50200,
+    "lines": 50293,
     "files": 272,
-    "statements": 29497,
+    "statements": 29549,
     "Any": 1144,
     "rooms": 40,
     "floors": 16,
@@ -32,9 +32,9 @@ LIMITS = {
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,
-    "lines of layout, passes and step": 4153,
+    "lines of layout, passes and step": 4163,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 42517,
+    "lines of tests": 39576,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 

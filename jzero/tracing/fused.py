@@ -12,7 +12,7 @@ from jzero._compat import is_constant
 from jzero.kernels.fusion.chains import Chains, weight_of
 from jzero.kernels.fusion.cross_entropies import cross_entropies
 from jzero.kernels.fusion.elementwise import is_row
-from jzero.kernels.fusion.parts import FROZEN, cut, cut_with_rows, mapped_dot_general
+from jzero.kernels.fusion.parts import FROZEN, cut_with_rows, mapped_dot_general, split_parts
 from jzero.kernels.trace import Equation, Read, Variable
 from jzero.tracing.equations import Equations, run_equation
 from jzero.tracing.source_lines import source_of
@@ -106,7 +106,7 @@ class _Matrices:
             self._known.update(zip(biased.results, parts, strict=True))
             return [part.reshape(v.aval.shape) for part, v in zip(parts, eqn.outvars, strict=True)]
         if _cuts(eqn):
-            return cut(*read(eqn.invars), **eqn.params)
+            return split_parts(*read(eqn.invars), **eqn.params)
         if eqn.outvars[0] not in self._known or eqn.primitive.name != "add":
             self._compute(eqn, read)
         return [self._known[v].reshape(v.aval.shape) for v in eqn.outvars]
