@@ -135,9 +135,9 @@ def rope(
         cos, sin = cos * magnitude, sin * magnitude
     pairs = x_BSHC[..., : 2 * half].astype(jnp.float32)
     pairs = pairs.reshape(*x_BSHC.shape[:-1], *((half, 2) if interleaved else (2, half)))
-    # A flip is an index for XLA. Two halves that are put together are a branch for each number: on an H200 the backward
-    # pass took four times as long as reading and writing does.
-    turned = (pairs * cos + jnp.flip(pairs, axis) * sin).astype(x_BSHC.dtype).reshape(*x_BSHC.shape[:-1], -1)
+    # A flip is an index for XLA; two halves that are put together are a branch for each number. The cast comes last:
+    # what attention reads is kept.
+    turned = (pairs * cos + jnp.flip(pairs, axis) * sin).reshape(*x_BSHC.shape[:-1], -1).astype(x_BSHC.dtype)
     return turned if x_BSHC.shape[-1] == 2 * half else jnp.concatenate([turned, x_BSHC[..., 2 * half :]], axis=-1)
 
 
