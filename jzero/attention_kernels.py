@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jzero._compat import causal_cudnn_attention, cudnn_version, flash_attention_kernels
+from jzero._compat.kernels import causal_cudnn_attention, cudnn_version, flash_attention_kernels
 from jzero.errors import install_command
 from jzero.mesh import CONTEXT, EXPERT, TENSOR
 from jzero.planner.gpus import GPU, GPUS
@@ -29,10 +29,11 @@ def attention(
 ) -> jax.Array:  # fmt: skip
     """Compute `jax.nn.dot_product_attention` by the kernel that suits the program's devices.
 
-    JAX's own default is XLA's kernel, which keeps all scores. "auto" takes cuDNN's on GPUs of compute capability 8.0 or
-    newer, in half precision, with heads of a multiple of 8 up to 128 or 256, and no window ahead of a query; plans for
-    absent GPUs do so too. Odd lengths, which cuDNN refuses, are padded. On a mesh with `tensor` or `context`, cuDNN's
-    kernel runs on the device's own heads (Ulysses) or around a ring.
+    JAX's own default is XLA's kernel, which keeps all scores. "auto" takes FlashAttention-3 where it runs, otherwise
+    cuDNN's on GPUs of compute capability 8.0 or newer, in half precision, with heads of a multiple of 8 up to 128 or
+    256, and no window ahead of a query. Plans for absent GPUs take cuDNN's: which packages are there is unknown. Odd
+    lengths, which cuDNN refuses, are padded. On a mesh with `tensor` or `context`, cuDNN's kernel runs on the device's
+    own heads (Ulysses) or around a ring.
 
     "flash_attention_3", of the extra `flash`, runs on Hopper GPUs: causal attention of as many queries as keys, with
     heads of 128, all in one dtype of half precision, without `bias`, `mask`, lengths and windows, on a mesh without
@@ -53,41 +54,50 @@ def attention(
       [B, S, H, C], or as wide as the values, in the dtype of the query.
 
     Raises:
-      ValueError: another `implementation`, an operand of other dimensions, FlashAttention-3 where it cannot be used.
+      ValueError: another `implementation`, an operand of other dimensions, values wider than keys, FlashAttention-3
+        where it cannot be used.
 
     >>> q, k = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 2, 8))
     >>> attention(q, k, k, is_causal=True).shape
     (2, 5, 4, 8)
     """
-    if implementation not in get_args(Attend):
-        raise ValueError(f'implementation = {implementation!r}: must be "auto", "flash_attention_3", "cudnn" or "xla"')
-    for name, x in {"query": query, "key": key, "value": value}.items():
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}; must be [rows, sequence, heads, width]")
+    _check_operands(query, key, value, implementation)
     (_, S, _, C), wide = query.shape, value.shape[-1]
     is_causal, window = _window(is_causal, local_window_size)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     given: Given = {"bias": bias, "mask": mask, **lengths}
     ahead = implementation == "auto" and window and window[1]  # which cuDNN does not have
-    kernel: Kernel = "xla" if ahead else kernel_for(implementation, query.dtype, C)
+    plain = is_causal and not window and all(x is None for x in given.values())
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape and key.shape[1] == S
+    kernel: Kernel = "xla" if ahead else kernel_for(implementation, query.dtype, C, causal=plain and alike)
+    number = C**-0.5 if scale is None else float(scale)
+    if kernel == FLASH:
+        _check_flash(query, key, plain and alike)
+        return flash_attention(query, key, value, number)
     if wide == C:
         return _by(kernel, (query, key, value), given, scale, is_causal, window)
-    plain = is_causal and not window and all(x is None for x in given.values())
     if kernel == "cudnn" and plain and takes_narrow_values(S, key.shape[1]):
-        return causal_cudnn_attention(query, key, value, C**-0.5 if scale is None else float(scale))
+        return causal_cudnn_attention(query, key, value, number)
     value = jnp.pad(value, [(0, 0)] * 3 + [(0, C - wide)])
     return _by(kernel, (query, key, value), given, scale, is_causal, window)[..., :wide]
 
 
+def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array, implementation: str) -> None:
+    if implementation not in get_args(Attend):
+        raise ValueError(f'implementation = {implementation!r}: must be "auto", "flash_attention_3", "cudnn" or "xla"')
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}; must be [rows, sequence, heads, width]")
+    if value.shape[-1] > query.shape[-1]:
+        raise ValueError(f"value has shape {value.shape}; must be at most as wide as query, {query.shape[-1]}")
+
+
 def _by(
-    kernel: Kernel, xs: QueryKeyValue, given: Given, scale: float | None, is_causal: bool,
+    kernel: Literal["cudnn", "xla"], xs: QueryKeyValue, given: Given, scale: float | None, is_causal: bool,
     window: tuple[int, int] | None,
 ) -> jax.Array:  # fmt: skip
-    """Compute attention by one kernel."""
-    (_, S, _, C), dtype = xs[0].shape, xs[0].dtype
-    if kernel == FLASH:
-        _check_flash(xs, is_causal and not window and all(x is None for x in given.values()))
-        return flash_attention(*xs, C**-0.5 if scale is None else float(scale))
+    """Compute attention by one kernel of `jax.nn`."""
+    S, dtype = xs[0].shape[1], xs[0].dtype
     if kernel == "xla" and all(x.dtype == jnp.float16 for x in xs) and _on_cpu():  # JAX has no such products there
         xs = xs[0].astype(jnp.float32), xs[1].astype(jnp.float32), xs[2].astype(jnp.float32)
     if kernel == "cudnn":
@@ -102,13 +112,10 @@ def _on_cpu() -> bool:
     return jax.default_backend() == "cpu" and absent_gpu() is None
 
 
-def _check_flash(xs: QueryKeyValue, plain: bool) -> None:
-    """Raise a ValueError unless FlashAttention-3 computes this; `plain`: causal, and nothing else is given."""
-    query, key, value = xs
-    (B, S, H, C), dtype = query.shape, query.dtype
-    alike = key.shape == value.shape == (B, S, key.shape[2], C) and key.dtype == value.dtype == dtype
-    problem = flash_obstacle(dtype, C)
-    if not (plain and alike and H % key.shape[2] == 0):
+def _check_flash(query: jax.Array, key: jax.Array, serves: bool) -> None:
+    """Raise a ValueError unless FlashAttention-3 computes this; `serves`: causal, alike, and nothing else is given."""
+    problem = flash_obstacle(query.dtype, query.shape[3])
+    if not serves or query.shape[2] % key.shape[2]:
         problem = (
             "it computes causal attention of as many queries as keys, in one dtype and without bias, mask, lengths and "
             "window"
@@ -237,16 +244,34 @@ def cudnn_obstacle(dtype: jnp.dtype, head_dim: int, widest: int, softcap: float 
     return None
 
 
-def kernel_for(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> Kernel:
-    """Resolve "auto" for the program's devices: cuDNN's kernel where it can be used, otherwise XLA's."""
+def kernel_for(
+    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, *, causal: bool = False
+) -> Kernel:
+    """Resolve "auto" for the program's devices: FlashAttention-3 or cuDNN's where they can be used, otherwise XLA's.
+
+    Args:
+      causal: whether it is causal attention of as many keys, without mask, lengths and window.
+    """
     if choice != "auto":
         return choice
+    if causal and softcap is None and _flash_is_here() and flash_obstacle(dtype, head_dim) is None:
+        return FLASH
     return "xla" if cudnn_obstacle(dtype, head_dim, widest_head(), softcap) else "cudnn"
 
 
-def kernel_note(choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None) -> str:
-    """Return the line about the kernel for the run report."""
-    kernel = kernel_for(choice, dtype, head_dim, softcap)
+def _flash_is_here() -> bool:
+    """Return whether the program's GPUs are this machine's, and one of them runs the program or a mesh divides it.
+
+    XLA would gather the operands of FlashAttention-3 in a program that it divides by itself.
+    """
+    return not absent_gpu() and bool(jax.sharding.get_abstract_mesh().shape or jax.device_count() == 1)
+
+
+def kernel_note(
+    choice: Attend, dtype: jnp.dtype, head_dim: int = 64, softcap: float | None = None, *, causal: bool = False
+) -> str:
+    """Return the line about the kernel for the run report; arguments are those of `kernel_for`."""
+    kernel = kernel_for(choice, dtype, head_dim, softcap, causal=causal)
     on_gpu = absent_gpu() or jax.default_backend() == "gpu"
     widest = widest_head() if on_gpu else 256  # on simulated devices the reason is plain
     why = cudnn_obstacle(dtype, head_dim, widest, softcap) if choice == "auto" else None

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.attention_kernels import kernel_note
+from jzero.attention_kernels import Attend, kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
@@ -172,7 +172,8 @@ class Decoder(Transformer):
         """Return the lines for the run report, given the compute dtype."""
         c = self.config
         _, names = weights_table(c)
-        note = kernel_note("xla" if c.sinks else c.attention, dtype, c.head_dim, c.attention_softcap)
+        choice: Attend = "xla" if c.sinks else c.attention
+        note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=c.window is None)
         return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
 
     def weights_layout(self) -> dict[str, Any] | None:

@@ -89,8 +89,8 @@ class DecoderConfig:
     """The shape of a decoder; the defaults are Llama's.
 
     Attributes:
-      attention: the kernel: "auto" is cuDNN's fused one where it can be used, and XLA's otherwise; "flash_attention_3"
-        needs a Hopper GPU, heads of 128 and the extra `flash`.
+      attention: the kernel: "auto" is FlashAttention-3 or cuDNN's fused one where they can be used, and XLA's
+        otherwise; "flash_attention_3" needs a Hopper GPU, heads of 128 and the extra `flash`.
       family: a key of `FAMILIES` in models/families.py: whose names the weights have in files.
       head_width: default: d_model / num_heads.
       pad_vocab_to: the embedding and the head get a multiple of this many rows; the loss ignores the additional ones,

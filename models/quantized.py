@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero._compat import function_primitive
+from jzero._compat.kernels import function_primitive
 from jzero.errors import ConfigError
 from jzero.kernels.fusion.parts import FROZEN
 

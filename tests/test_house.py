@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50293,
-    "files": 272,
-    "statements": 29549,
-    "Any": 1144,
+    "lines": 50326,
+    "files": 273,
+    "statements": 29563,
+    "Any": 1145,
     "rooms": 40,
     "floors": 16,
     "arrows": 260,
@@ -34,7 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4163,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 39576,
+    "lines of tests": 39602,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 

@@ -159,7 +159,7 @@ def flax_step(case: Case) -> tuple[Callable[[], Any], Callable[..., Any]]:
     trained = nnx.LoRAParam if case.family == "lora" else nnx.Param
 
     def build() -> nnx.Module:
-        return FAMILIES[case.family](case.size, nnx.Rngs(0))
+        return FAMILIES[case.family](case.size._replace(attention=jax.nn.dot_product_attention), nnx.Rngs(0))
 
     def start() -> Any:
         _, params, rest = nnx.split(build(), trained, ...)

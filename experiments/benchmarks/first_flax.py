@@ -25,6 +25,7 @@ class Size(NamedTuple):
       vocab: words or classes.
       layers, d, heads, kv_heads, d_ff: of a transformer; a U-Net's levels, and channels of the first.
       frames: of the audio beside the tokens.
+      attention: a function as `jax.nn.dot_product_attention`, which is what plain Flax calls.
     """
 
     rows: int
@@ -37,6 +38,7 @@ class Size(NamedTuple):
     d_ff: int = 3072
     dropout: float = 0.0
     frames: int = 0
+    attention: Callable[..., jax.Array] = jzero.attention
 
     @property
     def vocab_rows(self) -> int:
@@ -62,6 +64,7 @@ class Block(nnx.Module):
     ):  # fmt: skip
         d, linear = size.d, partial(nnx.Linear, rngs=rngs)
         self.heads, self.causal, self.before, self.tanh = size.heads, causal, before, tanh
+        self.attend = size.attention
         self.norm1, self.norm2 = (nnx.LayerNorm(d, rngs=rngs) for _ in range(2))
         self.qkv, self.out = linear(d, 3 * d), linear(d, d)
         self.up, self.down = linear(d, size.d_ff), linear(size.d_ff, d)
@@ -76,7 +79,7 @@ class Block(nnx.Module):
         return [x.reshape(*x.shape[:2], self.heads, -1) for x in jnp.split(y, n, axis=-1)]
 
     def attention(self, x: jax.Array) -> jax.Array:
-        y = jzero.attention(*self.split(self.qkv(x), 3), is_causal=self.causal)
+        y = self.attend(*self.split(self.qkv(x), 3), is_causal=self.causal)
         return self.dropout(self.out(y.reshape(x.shape)))
 
     def mlp(self, x: jax.Array) -> jax.Array:
@@ -88,7 +91,7 @@ class Block(nnx.Module):
             return self.norm2(x + self.mlp(x))
         x = x + self.attention(self.norm1(x))
         if other is not None:
-            y = jzero.attention(*self.split(self.query(self.norm3(x)), 1), *self.split(self.kv(other), 2))
+            y = self.attend(*self.split(self.query(self.norm3(x)), 1), *self.split(self.kv(other), 2))
             x = x + self.dropout(self.cross(y.reshape(x.shape)))
         return x + self.mlp(self.norm2(x))
 
@@ -186,7 +189,7 @@ class Llama(nnx.Module):
 
 class LlamaBlock(nnx.Module):
     def __init__(self, size: Size, linear: Callable[[int, int], nnx.Module], norm: Callable[[], nnx.Module]):
-        self.heads, d = size.heads, size.d
+        self.heads, self.attend, d = size.heads, size.attention, size.d
         kv = d // size.heads * size.kv_heads
         self.norm1, self.norm2 = norm(), norm()
         self.q, self.k, self.v, self.o = (linear(d, n) for n in (d, kv, kv, d))
@@ -195,7 +198,7 @@ class LlamaBlock(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.norm1(x)
         q, k, v = (f(y).reshape(*y.shape[:2], -1, y.shape[-1] // self.heads) for f in (self.q, self.k, self.v))
-        x = x + self.o(jzero.attention(rotate(q), rotate(k), v, is_causal=True).reshape(x.shape))
+        x = x + self.o(self.attend(rotate(q), rotate(k), v, is_causal=True).reshape(x.shape))
         y = self.norm2(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 

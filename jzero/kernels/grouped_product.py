@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero._compat import lower_grouped_products
+from jzero._compat.kernels import lower_grouped_products
 from jzero.kernels.fusion.parts import Device, Shapes, has_triton
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero._compat import function_primitive
+from jzero._compat.kernels import function_primitive
 from jzero.kernels.fusion.parts import Device, Ref, Shapes, has_triton
 
 # Columns that a program reads at a time, and its warps. Of [32768, 50304] in bf16 on an H200, the sums take 1.59 ms so,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero._compat import function_primitive
+from jzero._compat.kernels import function_primitive
 from jzero.errors import ConfigError
 from jzero.kernels.trace import Equation, elementwise_primitives
 from jzero.spread.sharded_array import Axes, Dims, ModelGroup, ShardedArray, undivided, whole

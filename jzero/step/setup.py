@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import optimizers
-from jzero._compat import allow_float16_products_on_cpu
+from jzero._compat.kernels import allow_float16_products_on_cpu
 from jzero.config import Config
 from jzero.config.sizes import BatchSizes
 from jzero.errors import ConfigError, both

@@ -266,6 +266,8 @@ def test_jzero_attention_says_what_it_takes():
         jzero.attention(Q, KEYS, VALUES, implementation="flash")
     with pytest.raises(ValueError, match=re.escape("key has shape (9, 2, 8); must be [rows, sequence, heads, width]")):
         jzero.attention(Q, KEYS[0], VALUES)
+    with pytest.raises(ValueError, match=re.escape("value has shape (2, 9, 2, 12)")):
+        jzero.attention(Q, KEYS, jnp.pad(VALUES, [(0, 0)] * 3 + [(0, 4)]))
 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])

@@ -4,6 +4,7 @@ Its kernels run on Hopper GPUs only: experiments/benchmarks/2026-11-27-flash-att
 their place.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import sys
@@ -159,6 +160,31 @@ def test_jzero_attention_by_it(kernels, hopper):
         by_it(q, k.astype("f4"), v)
 
 
+def test_auto_takes_it_on_this_machines_gpus(kernels, hopper, monkeypatch):
+    """On a mesh, which divides the program; cuDNN's where the call or the mesh is not for it, and in a plan."""
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
+    one, tensor = (jax.sharding.AbstractMesh((n,), ("tensor",)) for n in (1, 2))
+    cases = [
+        (None, True, BF16, "cudnn"), (one, True, BF16, "flash_attention_3"), (one, False, BF16, "cudnn"),
+        (tensor, True, BF16, "cudnn"), (one, True, jnp.dtype("float32"), "xla"),
+    ]  # fmt: skip
+    for mesh, causal, dtype, expected in cases:
+        with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+            assert kernel_for("auto", dtype, 128, causal=causal) == expected
+    called = []
+    monkeypatch.setattr(attention_kernels, "_by", lambda kernel, xs, *_: called.append(kernel) or xs[0])
+    monkeypatch.setattr(attention_kernels, "flash_attention", lambda *_: called.append("flash_attention_3"))
+    q, k, v = operands()
+    with jax.sharding.use_abstract_mesh(one):
+        jzero.attention(q, k, v, is_causal=True)
+        jzero.attention(q, k, v)
+        jzero.attention(q[:, -1:], k, v, is_causal=True)
+        jzero.attention(q, k, v, is_causal=True, mask=jnp.ones((S, S), bool))
+        assert called == ["flash_attention_3", "cudnn", "cudnn", "cudnn"]
+        monkeypatch.setattr(attention_kernels, "absent_gpu", lambda: GPUS["h200"])
+        assert kernel_for("auto", BF16, 128, causal=True) == "cudnn"
+
+
 @pytest.mark.parametrize(
     ("change", "more"),
     [
@@ -195,7 +221,6 @@ def test_models(kernels, hopper, monkeypatch):
         with pytest.raises(jzero.ConfigError, match=f"attention = 'flash_attention_3' {why}: use 'auto'"):
             dataclasses.replace(SHAPE, **changes)
     assert kernel_note("flash_attention_3", BF16, 128).endswith("flash_attention_3', bfloat16): cuDNN's with a mask")
-    assert kernel_for("auto", BF16, 128) == "xla"  # "auto" never is FlashAttention-3
 
 
 SHAPE = preset("tiny", d_model=256, num_heads=2, num_kv_heads=1, num_layers=2, attention="flash_attention_3")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jzero._compat import function_primitive
+from jzero._compat.kernels import function_primitive
 from jzero.kernels.fp8.delayed_scaling import exponent_one_hot
 from jzero.kernels.fp8.quantized import E4M3, Delayed, Quantized, amax, cast8, finite_or_nan, scale_of
 from jzero.kernels.fusion.chains import MatmulForm

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from jzero._compat import function_primitive
+from jzero._compat.kernels import function_primitive
 from jzero.kernels.fusion.elementwise import Elementwise, Pullback, each
 
 Precision = lax.PrecisionLike
