@@ -110,7 +110,7 @@ RUN = {
     ],
 }
 FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
-    option("--out DIR", "a new or empty directory (default finetuned)"),
+    option("--out DIR", "a new or empty directory, or with --resume that of the run (default finetuned)"),
     option("--method", "default: lora for downloads, full for presets", choices=["full", "lora", "qlora"]),
     option("--tokenizer DIR", "default: the model's; of a preset: bytes"),
     option("--length TOKENS", "of a row (default: as the longest sample, at most 2048)", type=int),
@@ -137,6 +137,7 @@ FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
     option("--memory SIZE", "of a device to use, as 40GB (default: all that it has)"),
     option("--config FILE", "sections of a config that replace the chosen ones"),
     option("--seed N", "default 0", type=int),
+    option("--resume", "continue the run in --out from its newest checkpoint, with the same options"),
 ]
 MODEL = "a directory of transformers; a hub id in the local cache; a shape by name: qwen3-8b, llama:tiny, ..."
 OTHERS = {
@@ -260,7 +261,7 @@ class _Parser(argparse.ArgumentParser):
         for word in message.split() if "unrecognized" in message else ():
             if word.startswith("--") and (close := closest(word, known)):
                 message += f"; did you mean {close}?"
-        super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` lists the options\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -283,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
 def parse_other(name: str, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of a command in OTHERS."""
     command = OTHERS[name]
-    p = argparse.ArgumentParser(prog=f"jzero {name}", description=command.description)
+    p = _Parser(prog=f"jzero {name}", description=command.description, allow_abbrev=False)
     _add(p.add_argument, command.options)
     if command.search:
         title = 'the keys that the config leaves open, or that are "auto", are chosen'

@@ -76,6 +76,7 @@ class Options:
     memory: str | None = None
     config: Raw | str | None = None
     seed: int = 0
+    resume: bool = False
 
     def __post_init__(self):
         problems = []
@@ -126,6 +127,7 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     method = o.method or ("lora" if start.directory else "full")
     if method == "qlora" and start.directory is None:
         raise ConfigError(f"--method qlora: {start.name} has no weights to quantise, which a directory has")
+    check_use(o, method, examples.kind)
     data, why_length = encode_rows(start, examples, o)
     batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
     if o.batch is None and len(data) < batch + (o.held_out > 0):
@@ -171,6 +173,18 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
         f"ZeRO stage {config['zero_optimization']['stage']} on {devices} device{'s' * (devices > 1)} (--config)",
     ]
     return Choices(config, model, shape, data, held, train, steps, lines)
+
+
+def check_use(o: Options, method: Method, kind: str) -> None:
+    """Raise a ConfigError for options that this run has no use for."""
+    of_others = {
+        "rank": method == "full" and "--method lora and qlora",
+        "quantize": method != "qlora" and "--method qlora",
+        "beta": kind != PREFERENCES and "preferences (chosen, rejected)",
+    }
+    given = {name: value for name, value in vars(o).items() if value != getattr(Options, name)}
+    if useless := [name for name, others in of_others.items() if others and name in given]:
+        raise ConfigError(*(f"--{x} {given[x]}: is for {of_others[x]}, and not used here" for x in useless))
 
 
 def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[Rows, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
 from jzero.models.preferences import SIDES, PreferenceDecoder
+from jzero.models.quantized import Kind
 from jzero.recipes.choices import PREFERENCES, Choices, Options, choose, with_reference
 from jzero.recipes.examples import read_examples
 from jzero.recipes.quantized_base import quantized_params, write_merged
@@ -76,32 +80,39 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
       ConfigError: anything that the user can mend, before any training.
     """
     if unknown := options.keys() - Options.__dataclass_fields__.keys():
-        fixes = [f"{name}: not an option{did_you_mean(name, Options.__dataclass_fields__)}" for name in sorted(unknown)]
+        known = f"must be one of {', '.join(Options.__dataclass_fields__)}"
+        fixes = [f"{x}: not an option; {known}{did_you_mean(x, Options.__dataclass_fields__)}" for x in sorted(unknown)]
         raise ConfigError(*fixes)
     o = Options(**options)
     out = Path(o.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: exists and is not an empty directory: name a new one")
+    home, is_new = out / "checkpoints", not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_new and not o.resume:
+        fix = ", or add --resume to continue its run" if (home / "latest").exists() else ""
+        raise ConfigError(f"--out {out}: exists and is not an empty directory: name a new one{fix}")
     if Path(model).is_file():
         raise ConfigError(f"MODEL {model} is a file, no directory or name: swapped? jzero finetune {data} {model}")
+    log_dist(f"reading {data} and {model}")
     examples = read_examples(data)
     start = starting_point(model, o.tokenizer)
     choices = choose(start, examples, o)
     log_dist("\n".join([f"fine-tuning {model}:", *(f"  {line}" for line in choices.lines)]))
     params = None
-    if start.directory and is_quantized(choices):
-        params = quantized_params(start.directory, choices.model, choices.shape, o.quantize)
+    if start.directory and (kind := quantization(choices)):
+        params = quantized_params(start.directory, choices.model, choices.shape, kind)
     engine, *_ = initialize(model=choices.model, config=choices.config, params=params)
     if start.directory and params is None:
         engine.load_weights(start.directory)
     reference = np.zeros((len(choices.data), 2), np.float32)
     if examples.kind == PREFERENCES:
         reference = log_probabilities(engine, choices)
-    losses, held_out = train(engine, choices, reference, o)
+    run = TuningRun(engine, choices, reference, o)
+    if not is_new:
+        run.resume()
+    losses, held_out = run.train()
     finite = [step for step in held_out if np.isfinite(held_out[step])]
     best = min(finite, key=lambda step: held_out[step]) if finite else len(losses)
     if best != engine.global_steps:
-        engine.load_checkpoint(out / "checkpoints", "best", load_module_only=True)
+        engine.load_checkpoint(home, "best", load_module_only=True)
     write_model(engine, choices, start, out)
     samples = sample_continuations(engine, choices, start.tokenizer)
     log_dist("\n".join(f"{prompt!r}\n  -> {text!r}" for prompt, text in samples))
@@ -110,32 +121,105 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     return Tuned(out, losses, held_out, best, samples)
 
 
-def train(engine: Engine, choices: Choices, reference: np.ndarray, o: Options) -> tuple[list[float], dict[int, float]]:
-    """Take the steps; evaluate, and keep the best and the last checkpoint. Return the losses, and those held out."""
-    home, has_frozen = Path(o.out) / "checkpoints", bool(choices.shape.lora)
-    losses: list[jax.Array] = []
-    rows = Part(choices, choices.train, reference)
-    batches = iter(RepeatingLoader(DataLoader(rows, engine.step_fn, seed=o.seed)))
-    held = Part(choices, choices.held, reference).all() if len(choices.held) else None
-    held_out: dict[int, float] = {}
-    every, waited = max(1, choices.steps // o.evaluations), 0
-    for step in range(choices.steps + 1):
-        if step:
-            losses.append(engine.train_batch(batches))
-        if held is not None and (step % every == 0 or step == choices.steps):
-            loss = float(engine.eval_batch(held))
+class TuningRun:
+    """The steps of a fine-tuning, with its evaluations and checkpoints.
+
+    Attributes:
+      losses: of each step. held_out: {step: loss of the rows held out}.
+    """
+
+    def __init__(self, engine: Engine, choices: Choices, reference: np.ndarray, o: Options):
+        self.engine, self.choices, self.o, self.home = engine, choices, o, Path(o.out) / "checkpoints"
+        self.loader = DataLoader(Part(choices, choices.train, reference), engine.step_fn, seed=o.seed)
+        self.held = Part(choices, choices.held, reference).all() if len(choices.held) else None
+        self.losses, self.held_out = list[float | jax.Array](), dict[int, float]()
+
+    def resume(self) -> None:
+        """Continue with the newest checkpoint of the directory.
+
+        Raises:
+          ConfigError: there is none, or its run had other options.
+        """
+        _, notes = self.engine.load_checkpoint(self.home)
+        if other := [key for key, value in self.options().items() if notes["options"].get(key) != value]:
+            there = (f"--{key} {notes['options'].get(key)}" for key in other)
+            raise ConfigError(f"--resume: the run in {self.o.out} has {', '.join(there)}: give the same options")
+        self.losses = notes["losses"]
+        self.held_out = {int(step): loss for step, loss in notes["held_out"].items()}
+        self.loader.seek(notes["position"])
+        log_dist(f"continuing after step {len(self.losses)} of {self.choices.steps}")
+
+    def options(self) -> dict[str, object]:
+        """Return the choices that a run keeps; how long it is may change."""
+        kept = "method", "tokenizer", "length", "lr", "rank", "quantize", "beta", "pack", "held_out", "seed"
+        return {key: getattr(self.o, key) for key in kept} | {"batch": self.engine.train_batch_size()}
+
+    def train(self) -> tuple[list[float], dict[int, float]]:
+        """Take the steps; evaluate, and keep the best and the last checkpoint. Return `losses` and `held_out`."""
+        steps, batches = self.choices.steps, iter(RepeatingLoader(self.loader))
+        every, waited = max(1, steps // self.o.evaluations), 0
+        with first_interrupt() as interrupted:
+            if not self.losses:
+                self.evaluate()
+            for step in range(len(self.losses) + 1, steps + 1):
+                self.losses.append(self.engine.train_batch(batches))
+                if interrupted() and step < steps:
+                    self.save("last", wait=True)
+                    raise KeyboardInterrupt(f"--resume continues after step {step}")
+                if step % every == 0 or step == steps:
+                    waited = 0 if self.evaluate() else waited + 1
+                if self.o.patience and waited >= self.o.patience:
+                    log_dist(f"stopped: no better held-out loss in --patience {self.o.patience} evaluations")
+                    break
+        self.save("last", wait=True)
+        return self.floats(), self.held_out
+
+    def evaluate(self) -> bool:
+        """Evaluate the rows held out, and save; return whether the loss is the best one."""
+        step, is_best = self.engine.global_steps, False
+        if self.held is not None:
+            loss = float(self.engine.eval_batch(self.held))
             if not step and not np.isfinite(loss):
                 raise ConfigError(f"the held-out loss is {loss} before the first step: check the weights and the data")
-            is_best = -np.inf < loss < min(filter(np.isfinite, held_out.values()), default=np.inf)
-            held_out[step], waited = loss, 0 if is_best else waited + 1
+            is_best = -np.inf < loss < min(filter(np.isfinite, self.held_out.values()), default=np.inf)
+            self.held_out[step] = loss
             log_dist(f"step {step}: held-out loss {loss:.4f}{', the best' if is_best and step else ''}")
-            if is_best:
-                engine.save_checkpoint(home, "best", save_latest=False, exclude_frozen_parameters=has_frozen)
-            if o.patience and waited >= o.patience:
-                log_dist(f"stopped: no better held-out loss in --patience {o.patience} evaluations")
-                break
-    engine.save_checkpoint(home, "last", exclude_frozen_parameters=has_frozen).wait()
-    return [float(loss) for loss in losses], held_out
+        if step < self.choices.steps or is_best:
+            self.save("best" if is_best else "last")
+        return is_best or self.held is None
+
+    def save(self, tag: str, wait: bool = False) -> None:
+        notes: dict[str, object] = {"losses": self.floats(), "position": self.loader.position}
+        notes |= {"held_out": {str(step): x for step, x in self.held_out.items()}, "options": self.options()}
+        has_frozen = bool(self.choices.shape.lora)
+        begun = self.engine.save_checkpoint(self.home, tag, notes, exclude_frozen_parameters=has_frozen)
+        if wait:
+            begun.wait()
+
+    def floats(self) -> list[float]:
+        self.losses[:] = found = [float(loss) for loss in self.losses]
+        return found
+
+
+@contextlib.contextmanager
+def first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C be asked for after a step; the second one interrupts at once, and so do those of a job."""
+    asked = threading.Event()
+
+    def note(*_: object) -> None:
+        asked.set()
+        log_dist("interrupted: saving after this step; Ctrl-C again ends at once")
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    alone = threading.current_thread() is threading.main_thread() and jax.process_count() == 1
+    if alone:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield asked.is_set
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
 
 
 def log_probabilities(engine: Engine, choices: Choices) -> np.ndarray:
@@ -156,7 +240,7 @@ def log_probabilities(engine: Engine, choices: Choices) -> np.ndarray:
 
 def write_model(engine: Engine, choices: Choices, start: StartingPoint, out: Path) -> None:
     """Write the model, adapters merged, with its tokenizer, and the adapters alone."""
-    if start.directory and is_quantized(choices):
+    if start.directory and quantization(choices):
         write_merged(engine.state.params, choices.shape, start.directory, out)
     else:
         engine.save_16bit_model(out / "model")
@@ -169,8 +253,8 @@ def write_model(engine: Engine, choices: Choices, start: StartingPoint, out: Pat
             path.write_text(json.dumps({"eos_token_id": start.tokenizer.eos_token_id}) + "\n")
 
 
-def is_quantized(choices: Choices) -> bool:
-    return bool(choices.shape.lora and choices.shape.lora.quantized)
+def quantization(choices: Choices) -> Kind | None:
+    return choices.shape.lora.quantized if choices.shape.lora else None
 
 
 def sample_continuations(engine: Engine, choices: Choices, tokenizer: Any) -> list[tuple[str, str]]:

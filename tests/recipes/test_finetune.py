@@ -1,8 +1,10 @@
 """`jzero finetune` lowers the loss on every kind of sample, and writes what `transformers` and peft load."""
 
 import json
+import os
+import signal
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import jax
 import numpy as np
@@ -20,9 +22,10 @@ from jzero.precision import settle_precision
 from jzero.recipes import choices, fitting
 from jzero.recipes.choices import Options
 from jzero.recipes.examples import Examples
-from jzero.recipes.finetune import finetune, train
+from jzero.recipes.finetune import TuningRun, finetune
 from jzero.recipes.fitting import Fit, choose_fit
 from jzero.recipes.starting_point import StartingPoint, starting_point
+from jzero.run.engine import Engine
 from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
 from models.preferences import PreferenceDecoder
@@ -170,8 +173,10 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"beta": float("nan")}, "--beta nan: must be positive"),
         ({"memory": 40}, "did you mean 40GB?"),
         ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
-        ({"lenght": 3}, "lenght: not an option; did you mean 'length'?"),
+        ({"lenght": 3}, "resume; did you mean 'length'?"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
+        ({"method": "full", "rank": 8}, "--rank 8: is for --method lora and qlora, and not used here"),
+        ({"quantize": "int8", "beta": 0.2}, "--beta 0.2: is for preferences (chosen, rejected), and not used here"),
     ],
 )
 def test_options_that_cannot_be(options, words, directory, data, tmp_path):
@@ -286,16 +291,46 @@ def test_losses_that_are_not_finite(monkeypatch, tmp_path):
     """The first stops the run; a later one is never the best."""
 
     def engine(*losses):
-        return Mock(**{"train_batch.return_value": 1.0, "eval_batch.side_effect": losses})
+        made = Mock(**{"eval_batch.side_effect": losses, "global_steps": 0, "train_batch_size.return_value": 1})
 
-    monkeypatch.setattr("jzero.recipes.finetune.DataLoader", lambda *args, **options: [0])
+        def step(batches):
+            made.global_steps += 1
+            return 1.0
+
+        made.train_batch = step
+        return made
+
+    monkeypatch.setattr("jzero.recipes.finetune.DataLoader", MagicMock())
     rows, shape = TEXTS.rows(byte_tokenizer(), 32, 258, True), config_from_hf({"model_type": "llama", **SHAPE})
     made = choices.Choices({}, None, shape, rows, np.arange(1), np.arange(2), 3, [])
     arguments = made, np.zeros((len(rows), 2)), Options(out=tmp_path, evaluations=3)
-    refuses(lambda: train(engine(np.nan), *arguments), "held-out loss is nan before the first step")
+    refuses(lambda: TuningRun(engine(np.nan), *arguments).train(), "held-out loss is nan before the first step")
     trained = engine(2.0, np.nan, 1.0, -np.inf)
-    train(trained, *arguments)
-    assert [call.args[1] for call in trained.save_checkpoint.call_args_list] == ["best", "best", "last"]
+    TuningRun(trained, *arguments).train()
+    assert [call.args[1] for call in trained.save_checkpoint.call_args_list] == ["best", "last", "best", "last"]
+
+
+def test_an_interrupted_run_goes_on(directory, data, tmp_path, monkeypatch):
+    """Ctrl-C ends it after the step that runs; then the losses are those of a run that was not interrupted."""
+    options = {"method": "lora", "lr": 1e-2, "batch": 8, "length": 64, "evaluations": 2, "steps": 6}
+    path, train_batch = data("completions"), Engine.train_batch
+
+    def interrupted(engine, batches):
+        loss = train_batch(engine, batches)
+        if engine.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss
+
+    whole = finetune(directory, path, out=tmp_path / "whole", **options)
+    options["out"] = tmp_path / "out"
+    monkeypatch.setattr(Engine, "train_batch", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="--resume continues after step 2"):
+        finetune(directory, path, **options)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    refuses(lambda: finetune(directory, path, **options), "name a new one, or add --resume to continue its run")
+    again = finetune(directory, path, resume=True, **options)
+    assert (again.losses, again.held_out, again.samples) == (whole.losses, whole.held_out, whole.samples)
+    refuses(lambda: finetune(directory, path, resume=True, **options | {"lr": 1.0}), "has --lr 0.01: give the same")
 
 
 def test_the_command_has_every_option():
