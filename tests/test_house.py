@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50425,
+    "lines": 50450,
     "files": 273,
-    "statements": 29634,
+    "statements": 29648,
     "Any": 1145,
     "rooms": 40,
     "floors": 16,
@@ -32,9 +32,9 @@ LIMITS = {
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,
-    "lines of layout, passes and step": 4163,
+    "lines of layout, passes and step": 4177,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 39637,
+    "lines of tests": 39658,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 

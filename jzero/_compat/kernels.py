@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -135,3 +136,13 @@ def causal_cudnn_attention(query: Array, key: Array, value: Array, scale: float)
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     return cudnn.dot_product_attention(query, key, value, scale=scale, mask_type=cudnn.MaskType.CAUSAL)
+
+
+def threefry_kernel() -> contextlib.AbstractContextManager[object]:
+    """Return the context in which programs for GPUs draw random bits by JAX's CUDA kernel for it.
+
+    Otherwise each draw is a hundred operations. The public `jax.config` would set it for all threads (jax 0.10, 0.11).
+    """
+    from jax._src import config
+
+    return config.threefry_gpu_kernel_lowering(True)

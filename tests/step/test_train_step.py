@@ -18,6 +18,7 @@ from helpers.steps import started
 import jzero
 from jzero.model import stack_loss
 from jzero.passes.gradients import sums_of_squares
+from jzero.step import state
 
 
 @pytest.mark.parametrize("stage", keep([0, 2, 3], [3]))
@@ -46,6 +47,26 @@ def test_frozen_leaves(stage):
     plain = plain_loop(mean, trained, batches("decoder"), tx)
     np.testing.assert_allclose(losses, plain.losses, rtol=1e-6)
     np.testing.assert_allclose(norms, plain.norms, rtol=1e-6)
+
+
+def test_small_parameters_are_drawn_by_a_kernel_on_one_gpu(monkeypatch):
+    """XLA divides it among no devices, and for large parameters its operands would fill the memory."""
+    monkeypatch.setattr(state, "is_gpu", lambda mesh: True)
+    plain = leaves(initial("decoder"))
+    for devices, limit, by_kernel in ((1, 2**26, True), (1, 100, False), (2, 2**26, False)):
+        monkeypatch.setattr(state, "DRAWN", limit)
+        seen = []
+
+        class Drawn(Decoder):
+            def init(self, rng, seen=seen):
+                seen.append(jax.config.jax_threefry_gpu_kernel_lowering)
+                return super().init(rng)
+
+        layout = Layout(stage=0, zero=devices, accum=1)
+        _, made = started(Drawn(), layout.config(), layout.mesh)
+        assert seen[-1] == by_kernel
+        for x, y in zip(leaves(made.params), plain, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("stage", keep([1, 3], [3]))
