@@ -1,10 +1,12 @@
 """Changes the library mechanically, one place at a time, and counts which changes the tests notice.
 
-    python tests/mutants/mechanical.py [--count 200] [--seed 0] [--out FILE]
+    COVERAGE_FILE=map python -m pytest -n 2 --cov=jzero --cov-branch --cov-context=test --cov-report=  # once
+    python tests/mutants/mechanical.py --map map [--count 200] [--seed 0] [--out FILE]
 
 A mutant is a line of the heart with another operator or constant, a condition turned round, or a statement left out. It
-is killed when the default tests of its folders fail or take ten times as long. Each result is a line of FILE, so that a
-run which was stopped goes on. Compare two states of the tests with one state of the library and one seed.
+is killed when one of the default tests that run its line fails or takes ten times as long; those go first that run the
+fewest lines. Each result is a line of FILE, so that a run which was stopped goes on. Compare two states of the tests
+with one state of the library and one seed.
 """
 
 import argparse
@@ -13,32 +15,34 @@ import copy
 import json
 import os
 import random
-import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-# Files of the library, and the folders of tests whose subject they are, the quickest first.
-TESTS = {
-    "jzero/layout/*.py": "zero parallel collectives",
-    "jzero/passes/*.py": "step parallel zero",
-    "jzero/step/*.py": "step run",
-    "jzero/pipeline/*.py": "pipeline",
-    "jzero/optimizers/*.py": "optimizers",
-    "jzero/loss_scale.py": "step",
-    "jzero/loss.py": "step model",
-    "jzero/checkpoint/*.py": "checkpoint",
-}
+FILES = ("layout/*", "passes/*", "step/*", "pipeline/*", "optimizers/*", "loss_scale", "loss", "checkpoint/*")
+# How many tests run before the next ones are asked; a mutant that all of them let live has survived.
+PORTIONS = (6, 20, 50)
 OTHER = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
     ast.Or: ast.And,
 }  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """A changed file, and the lines of the statement that was changed."""
+
+    description: str
+    file: str
+    text: str
+    lines: tuple[int, int]
 
 
 def mutated(node: ast.AST) -> list[ast.AST]:
@@ -64,17 +68,23 @@ def mutated(node: ast.AST) -> list[ast.AST]:
     return [new]
 
 
-def of_file(path: Path) -> list[tuple[str, str]]:
-    """Return (description, source) of every mutant of a file; annotations and defaults of types stay as they are."""
+def of_file(path: Path) -> list[Mutant]:
+    """Return every mutant of a file; annotations stay as they are."""
     source = path.read_text()
     tree = ast.parse(source)
     left = {id(x) for n in ast.walk(tree) for x in annotations(n)}
-    found = []
-    for node in ast.walk(tree):
+    # The innermost statement of each node, by its first and last line; of a block, its head.
+    found, statement = [], dict[int, tuple[int, int]]()
+    for node in ast.walk(tree):  # outer ones first
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+            statement |= dict.fromkeys(map(id, ast.walk(node)), (node.lineno, end))
         for new in [] if id(node) in left else mutated(node):
             text = replaced(source, node, ast.unparse(ast.fix_missing_locations(new)))
-            where = f"{path.relative_to(ROOT)}:{node.lineno}"
-            found.append((f"{where}: {short(ast.unparse(node))} -> {short(ast.unparse(new))}", text))
+            file = str(path.relative_to(ROOT))
+            what = f"{file}:{node.lineno}: {short(ast.unparse(node))} -> {short(ast.unparse(new))}"
+            found.append(Mutant(what, file, text, statement[id(node)]))
     return found
 
 
@@ -98,29 +108,30 @@ def short(text: str) -> str:
     return text if len(text := " ".join(text.split())) < 60 else text[:57] + "..."
 
 
-def sample(count: int, seed: int) -> list[tuple[str, str, str, str]]:
-    """Return `count` mutants as (description, file, source, folders of tests), as many of each row as it has lines."""
-    every = [
-        (description, str(path.relative_to(ROOT)), text, folders)
-        for pattern, folders in TESTS.items()
-        for path in sorted(ROOT.glob(pattern))
-        for description, text in of_file(path)
-    ]
-    return random.Random(seed).sample(every, count)
+def sample(count: int, seed: int) -> list[Mutant]:
+    """Return some of all mutants of FILES."""
+    paths = [path for pattern in FILES for path in sorted(ROOT.glob(f"jzero/{pattern}.py"))]
+    return random.Random(seed).sample([mutant for path in paths for mutant in of_file(path)], count)
 
 
-def tests_of(file: str, folders: str) -> list[str]:
-    """Return the files of tests in these folders, those first that say the most about the file of the library."""
-    files = [path for folder in folders.split() for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))]
-    name = re.compile(rf"\b_*{Path(file).stem}\b")
-    files.sort(key=lambda path: -len(name.findall(path.stem.removeprefix("test_") + path.read_text())))
-    return [str(path.relative_to(ROOT)) for path in files]
+def tests_of(database: sqlite3.Connection, mutant: Mutant) -> list[str]:
+    """Return the tests that run the lines of a mutant, those first that run the fewest lines of all files.
+
+    Stored programs are not asked: they notice every change, and say nothing about it.
+    """
+    rows = database.execute(
+        "select distinct context, n from arc join file on file.id = file_id join counts using (context_id) "
+        "join context on context.id = context_id "
+        "where path like ? and (fromno between ? and ? or tono between ? and ?) "
+        "and context like '%::%' and context not like 'tests/golden/%' order by n",
+        (f"%/{mutant.file}", *mutant.lines, *mutant.lines),
+    )
+    return list(dict.fromkeys(context.split("|")[0] for context, _ in rows))
 
 
-def run(mutant: tuple[str, str, str, str], limit: float) -> dict:
+def run(mutant: Mutant, tests: list[str], limit: float) -> dict[str, Any]:
     """Run the tests on a copy of the library with one mutant."""
-    description, file, text, folders = mutant
-    began = time.monotonic()
+    began, by = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as directory:
         for name in ("jzero", "models", "tests", "experiments", "docs"):
             shutil.copytree(ROOT / name, Path(directory) / name, symlinks=True)
@@ -129,38 +140,50 @@ def run(mutant: tuple[str, str, str, str], limit: float) -> dict:
         # Most programs of a mutant are those of the library.
         (ROOT / ".jax_cache").mkdir(exist_ok=True)
         (Path(directory) / ".jax_cache").symlink_to(ROOT / ".jax_cache")
-        (Path(directory) / file).write_text(text)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
-        command += tests_of(file, folders)
-        # A process group of its own: a test that hangs has children.
-        process = subprocess.Popen(
-            command, cwd=directory, env={**os.environ, "PYTHONPATH": directory},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out = process.communicate(timeout=limit)[0]
-            by = next((line for line in out.splitlines()[::-1] if line.startswith(("FAILED", "ERROR"))), "")
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            by = "took too long"
-    killed = process.returncode != 0
-    return {"mutant": description, "killed": killed, "by": short(by), "seconds": round(time.monotonic() - began, 1)}
+        (Path(directory) / mutant.file).write_text(mutant.text)
+        done = 0
+        for count in PORTIONS:
+            if tests[done:] and not by:
+                by = failure(directory, tests[done : done + count], limit)
+                done += count
+    seconds = round(time.monotonic() - began, 1)
+    return {"mutant": mutant.description, "killed": bool(by), "by": by, "tests": len(tests), "seconds": seconds}
+
+
+def failure(directory: str, tests: list[str], limit: float) -> str:
+    """Run tests of a copy; return the first that failed, "" if none did."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
+    # A process group of its own: a test that hangs has children.
+    process = subprocess.Popen(
+        command, cwd=directory, env={**os.environ, "PYTHONPATH": directory},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out = process.communicate(timeout=limit)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+        return "took too long"
+    if process.returncode == 0:
+        return ""
+    return short(next((line for line in out.splitlines()[::-1] if line.startswith(("FAILED", "ERROR"))), out[-200:]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=1200, help="seconds for the tests of one mutant")
+    parser.add_argument("--map", type=Path, required=True, help="which test runs which line: coverage's file")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for some tests of one mutant")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     args = parser.parse_args()
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    known = {result["mutant"] for result in done}
+    known, database = {result["mutant"] for result in done}, sqlite3.connect(args.map)
+    database.execute("create temp table counts as select context_id, count(*) as n from arc group by context_id")
     with args.out.open("a") as out:
         for mutant in sample(args.count, args.seed):
-            if mutant[0] not in known:
-                done.append(run(mutant, args.limit))
+            if mutant.description not in known:
+                done.append(run(mutant, tests_of(database, mutant), args.limit))
                 print(json.dumps(done[-1]), file=out, flush=True)
     killed = sum(result["killed"] for result in done)
     print(f"{killed} of {len(done)} mutants killed ({killed / len(done):.1%})")

@@ -53,7 +53,17 @@ def test_prefix_stack_suffix():
     close(jax.jit(model.loss)(params, [X, Y], KEY), mean_square(outputs, Y))
 
 
+class Shift(nnx.Module):
+    def __init__(self, by, *, rngs):
+        self.by = nnx.Param(jnp.asarray(by))
+
+    def __call__(self, x):
+        return x + self.by[...]
+
+
 def test_every_layer_starts_as_its_own_spec_says():
+    shifts = pipeline(*(LayerSpec(Shift, np.full(8, by, np.float32)) for by in (1, 2)))  # arrays compare to arrays
+    assert shifts.init(KEY)["stack"]["by"][:, 0].tolist() == [1, 2]
     constant = [LayerSpec(nnx.Linear, 8, 8, kernel_init=nnx.initializers.constant(c)) for c in (1.0, 2.0, 3.0)]
     model = pipeline(*constant)
     assert model.stack == range(3)
