@@ -23,8 +23,7 @@ from .encoder import Encoder, EncoderConfig, linear
 from .norms import make_norm
 from .rope import learned_positions
 from .tensor_names import layer_rows, module_rows, padded_rows
-from .transformer import plain, stacked
-from .vocabulary import check_tokens
+from .transformer import check_tokens, plain, stacked
 
 NAMES = {
     "layer": "bert.encoder.layer.{layer}.", "qkv": "attention.self.{part}", "parts": "query key value",
