@@ -184,10 +184,6 @@ class Decoder(Transformer):
         return self.outputs(self.through(self.prefix({"inputs": tokens_BS, "segments": segments_BS})))
 
     @property
-    def block(self) -> DecoderConfig:
-        return self.config
-
-    @property
     def head_DV(self) -> jax.Array:
         return self.embed[...].T if self.config.tied else self.head.kernel[...]
 

@@ -76,12 +76,6 @@ class EncoderConfig:
 class Encoder(Transformer):
     """The base of encoders."""
 
-    config: Any  # of a subclass of EncoderConfig
-
-    @property
-    def block(self) -> EncoderBlockConfig:
-        return self.config.block
-
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
         return [kernel_note(self.config.attention, dtype, self.block.head_dim)]
 

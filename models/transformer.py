@@ -22,13 +22,17 @@ class Transformer(nnx.Module):
     """A module with a stack of blocks.
 
     Attributes:
-      block: the config of the blocks.
+      config: of the model; an encoder's has that of its blocks as `block`.
       vocabulary: {parameter: its vocabulary dimension}: a pipeline divides these among its stages.
     """
 
-    block: Any  # a property
+    config: Any
     vocabulary: Any = MappingProxyType[str, int]({})
     stack: nnx.Module
+
+    @property
+    def block(self) -> DecoderConfig:
+        return getattr(self.config, "block", self.config)
 
     def through(self, x: Hidden) -> jax.Array:
         """Run all layers, without remat or parallelism; return x_BSD."""
