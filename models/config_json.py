@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,8 +20,9 @@ from .tensor_names import tensor_rows
 OWN_NAMES = "weights in files have jzero's own names: "
 FUTURE = "num_nextn_predict_layers"
 # Keys of a config.json that concern the training alone, and what is said of them in the run report.
+DROPOUT = ("attention_dropout", "hidden_dropout", "embedding_dropout", "residual_dropout")
 LEFT_OUT = {
-    "(attention|hidden|embedding|residual)_dropout|(embd|attn|resid)_pdrop": "decoders have no dropout; it is left out",
+    **dict.fromkeys((*DROPOUT, "embd_pdrop", "attn_pdrop", "resid_pdrop"), "decoders have no dropout; it is left out"),
     "aux_loss_alpha": "this loss is left out, as in transformers; mixture.balance sets a balance loss",
 }
 # The fields that files do not have.
@@ -157,7 +157,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "advice": ADVICE,
         "aliases": family.aliases,
         # rotary_emb.inv_freq: in older downloads; rope_theta implies them
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored, *left_out],
+        "ignored": ["*.rotary_emb.inv_freq", *family.ignored, *left_out],
         "tensors": rows,
     }
     table |= {"download": c.download.table(c.vocab_size)} if c.download else {}
@@ -170,18 +170,12 @@ def _left_out(config: DecoderConfig) -> tuple[list[str], list[str]]:
     The tensors are those that predict further tokens: copies of embedding and head, and whole layers.
     """
     c, there = config, config.download.config if config.download else {}
-    notes = [
-        f"{key} = {x}: {why}"
-        for pattern, why in LEFT_OUT.items()
-        for key, x in there.items()
-        if x and re.fullmatch(pattern, key)
-    ]
+    notes = [f"{key} = {there[key]}: {why}" for key, why in LEFT_OUT.items() if there.get(key)]
     if not (ahead := there.get(FUTURE)):
         return [], notes
     if ahead > c.future_layers:
-        notes += [
-            f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them"
-        ]
+        advice = f"from_hf(..., future_layers={ahead}) reads and trains them"
+        notes.append(f"{FUTURE} = {ahead}: these layers are left out; {advice}")
     layers = [f"model.layers.{number}.*" for number in range(c.num_layers + c.future_layers, c.num_layers + ahead)]
     return [*layers, "model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"], notes
 

@@ -227,8 +227,7 @@ FAMILIES = {
             "mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h",
         },
         {r"^lm_head\.": "embed_out."},
-        ("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias",
-         "gpt_neox.layers.*.attention.rotary_emb.inv_freq"),
+        ("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias"),
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM", {"norm": "layer", "gated": False},
