@@ -17,6 +17,8 @@ from jax import lax
 
 from jzero.attention_kernels import FLASH, Attend, attention
 
+from .rope import segment_positions
+
 
 class Carry(NamedTuple):
     """What blocks pass on if it is more than x_BSD."""
@@ -25,6 +27,17 @@ class Carry(NamedTuple):
     segments_BS: jax.Array | None = None  # of packed documents
     layer: jax.Array | None = None  # the index of the next layer, if layers differ
     metrics: dict[str, jax.Array] | None = None  # of the layers before: sums [], of a mixture of experts
+
+    @property
+    def columns_S(self) -> jax.Array | None:
+        """Return None, which stands for 0 to S - 1."""
+        return None
+
+    @property
+    def positions_BS(self) -> jax.Array:
+        """Number the tokens of each document from 0: [B or 1, S]."""
+        alone_1S = jnp.arange(self.x_BSD.shape[1])[None]
+        return alone_1S if self.segments_BS is None else segment_positions(self.segments_BS)
 
 
 Hidden = jax.Array | Carry
@@ -36,14 +49,10 @@ class KVCache(NamedTuple):
     k_BTKC: jax.Array
     v_BTKC: jax.Array
 
-    @classmethod
-    def empty(cls, rows: int, length: int, heads: int, width: int, dtype: jnp.dtype) -> KVCache:
-        return cls(*(jnp.zeros((rows, length, heads, width), dtype) for _ in range(2)))
-
     def put(self, k_BSKC: jax.Array, v_BSKC: jax.Array, column: int | jax.Array) -> KVCache:
         """Write keys and values into the columns from `column` on."""
-        new = (x.astype(there.dtype) for x, there in zip((k_BSKC, v_BSKC), self, strict=True))
-        return KVCache(*(lax.dynamic_update_slice_in_dim(t, x, column, 1) for t, x in zip(self, new, strict=True)))
+        pairs = zip(self, (k_BSKC, v_BSKC), strict=True)
+        return KVCache(*(lax.dynamic_update_slice_in_dim(t, x.astype(t.dtype), column, 1) for t, x in pairs))
 
 
 Cache = Any  # a layer's: a KVCache, or the latents of latent attention
@@ -75,17 +84,15 @@ class Decoding(NamedTuple):
         """Return the prompt's segments: 1 for tokens, 0 for padding."""
         return None if self.padding_B is None else (self.columns_S >= self.padding_B[:, None]).astype(jnp.int32)
 
-    def visible_B11T(self, T: int, window: int | None = None) -> jax.Array:
-        """Return which columns of a cache one token sees."""
+    def visible_B11T(self, T: int, window: int | None = None, chunk: int | None = None) -> jax.Array:
+        """Return which columns of a cache one token sees: all before it, a window of them, or those of its chunk."""
         near_11T = visible_ST(1, T, window, self.column)[None]
         if self.padding_B is not None:
             near_11T = near_11T & (jnp.arange(T) >= self.padding_B[:, None, None])
-        return near_11T[:, None]
-
-    def same_chunk_B11T(self, T: int, size: int) -> jax.Array:
-        """Return which columns of a cache are in the same chunk of its row as one token."""
-        chunks_BT = (jnp.arange(T) - self._start_B1) // size
-        return (chunks_BT == self.positions_BS // size)[:, None, None]
+        if chunk is None:
+            return near_11T[:, None]
+        chunks_BT = (jnp.arange(T) - self._start_B1) // chunk
+        return near_11T[:, None] & (chunks_BT == self.positions_BS // chunk)[:, None, None]
 
 
 # ------------------------------------------------------------------------------------------- the product

@@ -6,7 +6,6 @@ Shape suffixes: B batch, S sequence, D model width, V vocabulary, padded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,19 +17,36 @@ from jzero.pipeline import vocab_parallel
 
 from .attention import Carry, Hidden
 from .decoder_block import gelu
-from .decoder_config import padded
+from .decoder_config import GPT_BLOCKS, padded
 from .encoder import Encoder, EncoderConfig, linear
+from .families import Family
 from .norms import make_norm
 from .rope import learned_positions
-from .tensor_names import layer_rows, module_rows, padded_rows
-from .transformer import plain, stacked
-from .vocabulary import check_tokens
+from .transformer import check_tokens, plain, stacked
 
-NAMES = {
-    "layer": "bert.encoder.layer.{layer}.", "qkv": "attention.self.{part}", "parts": "query key value",
-    "out": "attention.output.dense", "attention_norm": "attention.output.LayerNorm", "up": "intermediate.dense",
-    "down": "output.dense", "mlp_norm": "output.LayerNorm",
-}  # fmt: skip
+ROW = Family(
+    "BertForMaskedLM", {**GPT_BLOCKS, "norms": "sum", "activation": "gelu"},
+    keys={"vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "num_types": "type_vocab_size"},
+    absent={"type_vocab_size": 2},
+    needs={
+        "model_type": "bert", "hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False,
+        "add_cross_attention": False, "position_embedding_type": "absolute",
+    },
+    names={
+        "embed": "bert.embeddings.word_embeddings.weight",
+        "ends/positions": "bert.embeddings.position_embeddings.weight",
+        "ends/types": "bert.embeddings.token_type_embeddings.weight", "ends/embed_norm": "bert.embeddings.LayerNorm",
+        "layer": "bert.encoder.layer.{layer}.", "qkv": "attention.self.{part}", "parts": "query key value",
+        "attention/out": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
+        "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "output.LayerNorm",
+        "ends/head": "cls.predictions.transform.dense", "ends/head_norm": "cls.predictions.transform.LayerNorm",
+        "head_bias": "cls.predictions.bias",
+    },
+    aliases={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
+    ignored=(
+        "bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.*", "bert.embeddings.position_ids"
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,21 +58,7 @@ class BertConfig(EncoderConfig):
     num_types: int = 2
     pad_vocab_to: int = 1
 
-    norms, names = "sum", ("bert", "BertForMaskedLM")
-    keys = MappingProxyType(
-        {"vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "num_types": "type_vocab_size"}
-    )
-    fixed = MappingProxyType(
-        {
-            "hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False, "add_cross_attention": False,
-            "position_embedding_type": "absolute",
-        }
-    )  # fmt: skip
-    absent = MappingProxyType({"type_vocab_size": 2})
-
-    @property
-    def vocab_rows(self) -> int:
-        return padded(self.vocab_size, self.pad_vocab_to)
+    row = ROW
 
 
 class Bert(Encoder):
@@ -69,15 +71,15 @@ class Bert(Encoder):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = c = config
-        table = nnx.initializers.normal(0.02)
-        self.embed = nnx.Param(table(rngs.params(), (c.vocab_rows, c.d_model)))
+        table, rows = nnx.initializers.normal(0.02), padded(config.vocab_size, config.pad_vocab_to)
+        self.embed = nnx.Param(table(rngs.params(), (rows, c.d_model)))
         self.positions = nnx.Param(table(rngs.params(), (c.max_positions, c.d_model)))
         self.types = nnx.Param(table(rngs.params(), (c.num_types, c.d_model)))
         self.embed_norm = make_norm(c.block, rngs)
         self.stack = stacked([c.block], c.num_layers, rngs)
         self.head = linear(c.d_model, c.d_model, rngs)
         self.head_norm = make_norm(c.block, rngs)
-        self.head_bias = nnx.Param(jnp.zeros(c.vocab_rows))
+        self.head_bias = nnx.Param(jnp.zeros(rows))
 
     def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
         tokens_BS, segments_BS = batch["inputs"], batch.get("segments")
@@ -112,25 +114,3 @@ class Bert(Encoder):
     @property
     def vocabulary(self) -> dict[str, int]:
         return {"embed": 0, "head_bias": 0}
-
-    def weights_layout(self) -> dict[str, Any]:
-        """Describe the parameters in `BertForMaskedLM`."""
-        c, head, tables, shapes = self.config, "cls.predictions.", "bert.embeddings.", self.shapes
-        rows: list[dict[str, Any]] = [
-            *padded_rows(tables + "word_embeddings.weight", "ends/embed", c.vocab_size, shapes),
-            {"name": tables + "position_embeddings.weight", "leaf": "ends/positions"},
-            {"name": tables + "token_type_embeddings.weight", "leaf": "ends/types"},
-            *module_rows(tables + "LayerNorm", "ends/embed_norm", shapes),
-            *layer_rows(c.block, NAMES, shapes),
-            *padded_rows(head + "bias", "ends/head_bias", c.vocab_size, shapes),
-            *module_rows(head + "transform.dense", "ends/head", shapes),
-            *module_rows(head + "transform.LayerNorm", "ends/head_norm", shapes),
-        ]
-        return c.weights_layout(
-            rows,
-            download=c.download and c.download.table(c.vocab_size),
-            aliases={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
-            ignored=[
-                "bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.*", "bert.embeddings.position_ids"
-            ],
-        )  # fmt: skip

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jzero.errors import ConfigError
 
+from . import config_parts
+from .config_parts import CHUNK, EXPERTS, KINDS, LOCAL, TIMES
 from .decoder_config import DecoderConfig, LatentConfig, check_fields
-from .downloads import ADVICE, OWN, Download, count_problems
+from .downloads import ADVICE, OWN, Download, config_problems
 from .families import FAMILIES, SIZES, Family
-from .layer_patterns import CHUNK, CHUNKED, KINDS, patterns_json, patterns_of
 from .lora import adapters_table
-from .moe_families import EXPERTS, TIMES, dense_json, dense_of, mixture_json, mixture_of
-from .rope_json import rope_json, rope_of
 from .tensor_names import tensor_rows
 
 OWN_NAMES = "weights in files have jzero's own names: "
 FUTURE = "num_nextn_predict_layers"
 # Keys of a config.json that concern the training alone, and what is said of them in the run report.
+DROPOUT = ("attention_dropout", "hidden_dropout", "embedding_dropout", "residual_dropout")
 LEFT_OUT = {
-    "(attention|hidden|embedding|residual)_dropout|(embd|attn|resid)_pdrop": "decoders have no dropout; it is left out",
+    **dict.fromkeys((*DROPOUT, "embd_pdrop", "attn_pdrop", "resid_pdrop"), "decoders have no dropout; it is left out"),
     "aux_loss_alpha": "this loss is left out, as in transformers; mixture.balance sets a balance loss",
 }
 # The fields that files do not have.
@@ -45,6 +45,7 @@ COUNTS = (
     "latent.value", "mixture.num_experts", "mixture.top_k", "mixture.width",
 )  # fmt: skip
 NEEDED = (*SIZES, "max_positions", "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
+ANEW = {*OWN, FUTURE, "no_rope_layers"}  # what depends on num_layers is always written
 NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
 
@@ -60,8 +61,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     True
     """
     check_fields(DecoderConfig, changes)
-    name = download.config["model_type"]
-    family = FAMILIES[name]
+    name, family = download.config["model_type"], FAMILIES[download.config["model_type"]]
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
     there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
     if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
@@ -76,50 +76,40 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     if EXPERTS in there and "mixture.num_experts" in keys:
         there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
     counts = [keys[x] for x in COUNTS if x in keys and there.get(keys[x]) is not None]
-    problems = count_problems(there, [keys[x] for x in NEEDED if x in keys], counts)
-    lacking = [key for key in REFUSED if there.get(key)] + [k for k, x in family.needs.items() if there.get(k, x) != x]
-    problems += [f"config.json has {key} = {there[key]!r}: models/decoder.py does not have it" for key in lacking]
-    if other := set(there.get("layer_types", ())) - {*KINDS.values(), CHUNKED, "attention"}:
-        problems.append(f"config.json has layer_types {', '.join(sorted(other))}: models/decoder.py does not have them")
-    activation, kinds = keys["activation"]
-    allowed = [key for key, kind in kinds.items() if "activation" not in family.fixed or kind.startswith("gelu")]
+    problems = config_problems(there, [keys[x] for x in NEEDED if x in keys], counts, family.needs)
+    lacking = [f"{key} = {there[key]!r}" for key in REFUSED if there.get(key)]
+    kinds = set(there.get("layer_types", ())) - {*KINDS, "attention"}
+    lacking += [f"{kind!r} in layer_types" for kind in sorted(kinds)]
+    problems += [f"config.json has {what}: models/decoder.py does not have it" for what in lacking]
+    activation, kept = keys["activation"]
+    allowed = [key for key, kind in kept.items() if "activation" not in family.fixed or kind.startswith("gelu")]
     for key in (activation, "hidden_activation"):
         if there.get(key, allowed[0]) not in allowed:
             problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
     if problems:
         raise ConfigError(*problems)
-    found = _nested({**{field: _read(there, key) for field, key in keys.items()}, **family.fixed})
+    found: dict[str, Any] = {}
+    for path, value in {**{field: _read(there, key) for field, key in keys.items()}, **family.fixed}.items():
+        group, _, field = path.rpartition(".")
+        if value is not None:
+            (found.setdefault(group, {}) if group else found)[field] = value
     found.setdefault("num_kv_heads", found["num_heads"])
     there["num_hidden_layers"] = found["num_layers"]
     if "latent" in found:
-        found["latent"] = LatentConfig(**{"query_rank": None, **found["latent"]})
+        found["latent"] = LatentConfig(**found["latent"])
     if "mixture" in found:
-        found["mixture"] = mixture_of(found["mixture"], there, download.directory is not None)
-        found["dense_layers"] = dense_of(there)
+        found["mixture"] = config_parts.mixture_of(found["mixture"], there, download.directory is not None)
+        found["dense_layers"] = config_parts.dense_of(there)
     width, heads = None if "latent" in found else there.get("head_dim"), found["num_heads"]
     if width and width * heads != found["d_model"]:
         found["head_width"] = width
     scale = found.get("attention_scale")
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
-    found = {**patterns_of(there), **found, "family": name, "download": download}
+    found = {**config_parts.patterns_of(there), **found, "family": name, "download": download}
     if not found.get("max_positions"):
-        found |= rope_of(there, found["global_layers"] is not None)
+        found |= config_parts.rope_of(there, found["global_layers"] is not None)
     return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
-
-
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the fields of fields, and leave None out.
-
-    >>> _nested({"d_ff": 8, "mixture.top_k": 2, "window": None})
-    {'d_ff': 8, 'mixture': {'top_k': 2}}
-    """
-    found: dict[str, Any] = {}
-    for path, value in fields.items():
-        group, _, name = path.rpartition(".")
-        if value is not None:
-            (found.setdefault(group, {}) if group else found)[name] = value
-    return found
 
 
 def _read(there: Mapping[str, Any], key: Any) -> Any:
@@ -142,8 +132,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         raise ConfigError(f"family = {c.family!r}: must be one of {', '.join(FAMILIES)}")
     if c.mixture and "mixture.width" not in family.keys:
         return None, [f"{OWN_NAMES}{family.architecture} has no mixture"]
-    content = config_json(c, family)
-    lost = _differences(c, decoder_config(Download(content)))
+    content, lost = config_json(c, family)
     if lost := lost + ["future_layers"] * (c.future_layers > 0 and FUTURE not in family.absent):
         return None, [f"{OWN_NAMES}{family.architecture} has no {', '.join(lost)}"]
     rows = tensor_rows(c, family.names)
@@ -159,16 +148,16 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
     }
     absent = {"rope_theta": 10_000.0, "rope_type": "default", **family.absent}
     # In files of transformers 5 these lie deeper, or have another name.
-    deeper = ("rope_theta", "rope_type", "rope_local_base_freq") if "rope_local_base_freq" in absent else ()
+    deeper = {"rotary_pct"} | ({"rope_theta", "rope_type", LOCAL} if LOCAL in absent else set())
     left_out, notes = _left_out(c)
     table = {
         "config": content,
         "may_differ": [*MAY_DIFFER, *(key for keys, may in more.items() if may for key in keys)],
-        "absent": {key: x for key, x in absent.items() if key not in ("rotary_pct", *deeper)},
+        "absent": {key: x for key, x in absent.items() if key not in deeper},
         "advice": ADVICE,
         "aliases": family.aliases,
         # rotary_emb.inv_freq: in older downloads; rope_theta implies them
-        "ignored": ["model.layers.*.self_attn.rotary_emb.inv_freq", *family.ignored, *left_out],
+        "ignored": ["*.rotary_emb.inv_freq", *family.ignored, *left_out],
         "tensors": rows,
     }
     table |= {"download": c.download.table(c.vocab_size)} if c.download else {}
@@ -181,25 +170,36 @@ def _left_out(config: DecoderConfig) -> tuple[list[str], list[str]]:
     The tensors are those that predict further tokens: copies of embedding and head, and whole layers.
     """
     c, there = config, config.download.config if config.download else {}
-    notes = [
-        f"{key} = {x}: {why}"
-        for pattern, why in LEFT_OUT.items()
-        for key, x in there.items()
-        if x and re.fullmatch(pattern, key)
-    ]
+    notes = [f"{key} = {there[key]}: {why}" for key, why in LEFT_OUT.items() if there.get(key)]
     if not (ahead := there.get(FUTURE)):
         return [], notes
     if ahead > c.future_layers:
-        notes += [
-            f"{FUTURE} = {ahead}: these layers are left out; from_hf(..., future_layers={ahead}) reads and trains them"
-        ]
+        advice = f"from_hf(..., future_layers={ahead}) reads and trains them"
+        notes.append(f"{FUTURE} = {ahead}: these layers are left out; {advice}")
     layers = [f"model.layers.{number}.*" for number in range(c.num_layers + c.future_layers, c.num_layers + ahead)]
     return [*layers, "model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"], notes
 
 
-def _differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
-    """List the fields of one config that are others in another, but for those that files do not have."""
-    here, there = _fields(config), _fields(other)
+def config_json(config: DecoderConfig, family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a config.json, for `transformers` 4 and 5, and the fields that it cannot say.
+
+    A download's own keys stay while they say the same.
+    """
+    own = config.download.config if config.download else {}
+    own = own if own.get("model_type") == config.family else {}
+    parts = [*_parts(config, family, {**family.absent, **own})]
+    content = {key: x for part in parts for key, x in part.items()}
+    lost = _differences(config, content)
+    for part in parts:
+        kept = {**content, **{key: own[key] for key in part.keys() & own.keys() - ANEW}}
+        with contextlib.suppress(ConfigError):  # valid only with the fields that the user changed
+            content = kept if _differences(config, kept) == lost else content
+    return content, lost
+
+
+def _differences(config: DecoderConfig, content: Mapping[str, Any]) -> list[str]:
+    """List the fields that are others in a config.json, but for those that files do not have."""
+    here, there = _fields(config), _fields(decoder_config(Download(content)))
     return [f"{key}={x!r}" for key, x in here.items() if key not in OURS and x != there.get(key)]
 
 
@@ -212,43 +212,32 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
     return found
 
 
-def config_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the content of a config.json, for `transformers` 4 and 5: a download's own one while it still holds."""
-    c = config
-    own = c.download if c.download and c.family == c.download.config["model_type"] else None
-    content = _content(c, family, {**family.absent, **own.config} if own else {})
-    if own and _holds(own, c):
-        content |= {key: x for key, x in own.config.items() if key in content and key not in OWN}
-    return content | ({FUTURE: c.future_layers} if FUTURE in family.absent else {})
-
-
-def _holds(own: Download, config: DecoderConfig) -> bool:
-    try:
-        return not _differences(config, decoder_config(own))
-    except ConfigError:  # valid only with the fields that the user changed
-        return False
-
-
-def _content(c: DecoderConfig, family: Family, own: Mapping[str, Any]) -> dict[str, Any]:
-    content = {"architectures": [family.architecture], "model_type": c.family, **family.needs}
+def _parts(c: DecoderConfig, family: Family, there: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield keys of a config.json: together those that are read together, see config_parts.py."""
     keys = family.all_keys
+    yield {"architectures": [family.architecture], "model_type": c.family, **family.needs}
     for path, key in keys.items():
         group, _, field = path.rpartition(".")
         part = getattr(c, group) if group else c
         key, change = (key, 1) if isinstance(key, str) else key
-        content |= {} if part is None else {key: _written(part, field, change)}
-    if "attn_logit_softcapping" in content:
-        content["hidden_activation"] = content["hidden_act"]
-    content[keys["d_model"]] = c.d_model  # embed_scale has this key too
-    content |= {} if c.download else {"bos_token_id": None, "eos_token_id": None}
+        if part is not None:
+            yield {key: _written(part, field, change)}
+    yield {keys["d_model"]: c.d_model}  # embed_scale has this key too
+    if "attention_softcap" in keys:
+        yield {"hidden_activation": _written(c, "activation", keys["activation"][1])}
+    if FUTURE in family.absent:
+        yield {FUTURE: c.future_layers}
+    if not c.download:
+        yield {"bos_token_id": None, "eos_token_id": None}
     if c.max_positions:
-        return content
-    content |= {"head_dim": c.latent.rotated, "qk_head_dim": c.head_dim} if c.latent else {"head_dim": c.head_dim}
-    content |= {} if c.download else {"max_position_embeddings": 4096}  # RoPE has no limit
+        return
+    if not c.download:
+        yield {"max_position_embeddings": 4096}  # RoPE has no limit
+    yield {"head_dim": c.latent.rotated, "qk_head_dim": c.head_dim} if c.latent else {"head_dim": c.head_dim}
     if c.mixture:
-        dense = dense_json(c.dense_layers, c.num_layers, family.dense, own)
-        content |= {**mixture_json(c.family, c.mixture, c.download is not None), **dense}
-    return content | patterns_json(c, family.absent) | rope_json(c, family.absent)
+        yield config_parts.mixture_json(c, c.mixture, family.dense)
+    yield config_parts.patterns_json(c, there)
+    yield config_parts.rope_json(c, there)
 
 
 def _written(c: Any, field: str, change: float | Mapping[Any, Any]) -> Any:

@@ -32,8 +32,7 @@ from .decoder_config import DecoderConfig
 from .moe import METRICS
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import Transformer, plain, stacked
-from .vocabulary import check_tokens, column
+from .transformer import Transformer, check_tokens, column, plain, stacked
 
 
 class Decoder(Transformer):
@@ -60,7 +59,7 @@ class Decoder(Transformer):
         if c.future_layers:
             self.future = nnx.List([FutureLayer(c, rngs=rngs) for _ in range(c.future_layers)])
 
-    def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
+    def prefix(self, batch: dict[str, Any]) -> Hidden:
         tokens_BS, layer, positions = column(batch, "inputs"), self.first_layer, None
         segments_BS = batch.get("segments")
         if self.config.max_positions:
@@ -149,9 +148,9 @@ class Decoder(Transformer):
         return [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[0]]
 
     def _empty(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
-        if m := self.config.latent:
-            return jnp.zeros((rows, length, m.rank + m.rotated), dtype)
-        return KVCache.empty(rows, length, self.config.num_kv_heads, self.config.head_dim, dtype)
+        c, m = self.config, self.config.latent
+        shape = (rows, length, m.rank + m.rotated) if m else (rows, length, c.num_kv_heads, c.head_dim)
+        return jnp.zeros(shape, dtype) if m else KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def decode_prefix(
         self, tokens_BS: jax.Array, column: int | jax.Array, padding_B: jax.Array | None, cache: Sequence[Cache]
@@ -182,12 +181,7 @@ class Decoder(Transformer):
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism: for evaluation and generation."""
-        batch = {"inputs": tokens_BS} | ({} if segments_BS is None else {"segments": segments_BS})
-        return self.outputs(self.through(self.prefix(batch)))
-
-    @property
-    def block(self) -> DecoderConfig:
-        return self.config
+        return self.outputs(self.through(self.prefix({"inputs": tokens_BS, "segments": segments_BS})))
 
     @property
     def head_DV(self) -> jax.Array:

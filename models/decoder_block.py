@@ -6,6 +6,7 @@ Shape suffixes are those of models/decoder.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,10 @@ from flax import nnx
 from jzero.tiling import tiled
 
 from .attention import Cache, Carry, Decoding, Hidden
-from .decoder_attention import Attention, initial, linear_of
+from .decoder_attention import Attention, LatentAttention, initial, linear_of
 from .decoder_config import DecoderConfig
-from .latent_attention import LatentAttention
 from .lora import FusedLinear
-from .moe import Mixture, MixtureConfig
+from .moe import Mixture
 from .norms import make_norm
 
 
@@ -59,14 +59,19 @@ class Block(nnx.Module):
         self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
         if before and config.parallel != "one_norm":
             self.mlp_norm = make_norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs) if config.mixture is None else _mixture(config, config.mixture, rngs)
+        if config.mixture:
+            starts = {"init": initial(config), "last": initial(config, last=True)}
+            activation = ACTIVATIONS[config.activation]
+            self.mlp: Any = Mixture(config.mixture, config.d_model, activation, rngs=rngs, **starts)
+        else:
+            self.mlp = MLP(config, rngs=rngs)
         if after:
             self.attention_post_norm, self.mlp_post_norm = make_norm(config, rngs), make_norm(config, rngs)
 
     def __call__(self, x: Hidden) -> Hidden:
         carry = x if isinstance(x, Carry) else Carry(x)
         h_BSD = self.before("attention", carry.x_BSD)
-        y_BSD = self.attention(h_BSD, carry.segments_BS, carry.layer)
+        y_BSD = self.attention(carry._replace(x_BSD=h_BSD))
         x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
         if not isinstance(x, Carry):
             return x_BSD
@@ -131,11 +136,6 @@ class LayerGroup(nnx.Module):
             x, cache = layer.decode(x, cache)
             new.append(cache)
         return x, new
-
-
-def _mixture(c: DecoderConfig, mixture: MixtureConfig, rngs: nnx.Rngs) -> Mixture:
-    starts = {"init": initial(c), "last": initial(c, last=True)}
-    return Mixture(mixture, c.d_model, ACTIVATIONS[c.activation], rngs=rngs, **starts)
 
 
 def times(x: jax.Array, scale: float) -> jax.Array:

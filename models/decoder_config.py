@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from math import prod
@@ -47,10 +47,6 @@ GPT_BLOCKS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _repeats(flags: list[bool], step: int) -> bool:
-    return len(flags) % step == 0 and flags[step:] == flags[:-step]
-
-
 def check_fields(config: type, changes: Mapping[str, Any]) -> None:
     """Raise a ConfigError for changes to fields that a config does not have."""
     fields = [field.name for field in dataclasses.fields(config)]
@@ -71,17 +67,17 @@ class LatentConfig:
 
     Attributes:
       rank: the width of the latent.
-      query_rank: of another one, for the queries; None: they come from the layer's input.
       plain, rotated: the dimensions of a head's queries and keys without RoPE, and with it; all heads share the
         rotated ones of the keys.
       value: the width of a head's values.
+      query_rank: the width of another latent, for the queries; None: they come from the layer's input.
     """
 
     rank: int
-    query_rank: int | None
     plain: int
     rotated: int
     value: int
+    query_rank: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,56 +184,46 @@ class DecoderConfig:
     owner: ClassVar[type | None] = None  # the class that errors name; None: this one
 
     def __post_init__(self):
-        name = (self.owner or type(self)).__name__
-        for words, whole, part in (
-            ("num_heads must divide d_model", 0 if self.head_width or self.latent else self.d_model, self.num_heads),
-            ("num_kv_heads must divide num_heads", self.num_heads, self.num_kv_heads),
-            ("2 must divide the rotated width of a head, for RoPE", self.rotary_width, 2),
-        ):
-            if whole % part:
-                raise ConfigError(f"{name}: {words}, but {part} does not divide {whole}")
-        if self.global_layers and not self.window:
-            raise ConfigError(f"{name}: global_layers = {self.global_layers} needs a window, for the other layers")
-        partial = ["partial_rotary"] if self.partial_rotary != 1 else []
-        if self.latent and (lacking := [key for key in NOT_LATENT if getattr(self, key)] + partial):
-            raise ConfigError(f"{name}: latent attention has no {', '.join(lacking)}; leave them out")
-        if self.by_part and (self.num_groups > 1 or self.latent or self.qk_norm in ("each", "all")):
-            raise ConfigError(f"{name}: by_part = True needs num_kv_heads = num_heads, without norms of each head")
-        if self.chunked and not self.window:
-            raise ConfigError(f"{name}: chunked = True needs a window, the tokens of a chunk")
-        if self.temperature and not self.rope_layers:
-            raise ConfigError(f"{name}: temperature = {self.temperature} needs rope_layers: it is for those without")
-        if self.parallel and self.norms != "before":
-            raise ConfigError(f"{name}: parallel = {self.parallel!r} needs norms = 'before', not {self.norms!r}")
         dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
         object.__setattr__(self, "dense_layers", dense)  # num_layers may have become smaller
-        if dense and (self.mixture is None or len(dense) == self.num_layers):
-            raise ConfigError(f"{name}: dense_layers = {dense} of {self.num_layers} needs a mixture in other layers")
-        if self.mixture and not self.gated:
-            raise ConfigError(f"{name}: gated = False: experts are gated; leave it out")
-        alone = {"gate_proj", "up_proj", "down_proj"} & set(self.lora.target_modules if self.lora else ())
-        if self.mixture and alone:
-            raise ConfigError(
-                f"{name}: lora.target_modules has {', '.join(sorted(alone))}: experts have no adapters; leave them out"
-            )
-        if self.mixture and self.mlp_tiles > 1:
-            raise ConfigError(
-                f"{name}: mlp_tiles = {self.mlp_tiles}: experts balance over whole sequences; set it to 1"
-            )
-        if self.attention == "cudnn":
-            why = cudnn_obstacle(jnp.dtype("bfloat16"), self.head_dim, 256, self.attention_softcap)
-            why = "cuDNN has no sinks" if self.sinks else why
-            if why:
-                raise ConfigError(f"{name}: attention = 'cudnn', but {why}: use 'auto' or 'xla'")
-        if self.attention == FLASH:
-            given = {"attention_softcap": self.attention_softcap, "window": self.window, "sinks": self.sinks or None}
-            for key, value in given.items():
-                if value is not None:
-                    raise ConfigError(f"{name}: attention = {FLASH!r} has no {key} = {value}: use 'auto'")
-            if self.head_dim != FLASH_WIDTH:
-                raise ConfigError(
-                    f"{name}: attention = {FLASH!r} has heads of {FLASH_WIDTH}, not {self.head_dim}: use 'auto'"
-                )
+        for is_wrong, problem in self._checks():
+            if is_wrong:
+                raise ConfigError(f"{(self.owner or type(self)).__name__}: {problem}")
+
+    def _checks(self) -> Iterator[tuple[Any, str]]:
+        """Yield what does not go together, each as (whether the fields have it, the problem and its fix)."""
+        c, dense, kernel = self, self.dense_layers, f"attention = {self.attention!r}"
+        for words, whole, part in (
+            ("num_heads must divide d_model", 0 if c.head_width or c.latent else c.d_model, c.num_heads),
+            ("num_kv_heads must divide num_heads", c.num_heads, c.num_kv_heads),
+            ("2 must divide the rotated width of a head, for RoPE", c.rotary_width, 2),
+        ):
+            yield whole % part, f"{words}, but {part} does not divide {whole}"
+        wide, all_dense = not c.window, c.mixture is None or len(dense) == c.num_layers
+        yield wide and c.global_layers, f"global_layers = {c.global_layers} needs a window, for the other layers"
+        lacking = [key for key in NOT_LATENT if getattr(c, key)] + ["partial_rotary"] * (c.partial_rotary != 1)
+        yield c.latent and lacking, f"latent attention has no {', '.join(lacking)}; leave them out"
+        own = c.num_groups == 1 and not c.latent and c.qk_norm not in ("each", "all")
+        yield c.by_part and not own, "by_part = True needs num_kv_heads = num_heads, without norms of each head"
+        yield c.chunked and wide, "chunked = True needs a window, the tokens of a chunk"
+        alike = not c.rope_layers
+        yield alike and c.temperature, f"temperature = {c.temperature} needs rope_layers: it is for those without"
+        yield c.parallel and c.norms != "before", f"parallel = {c.parallel!r} needs norms = 'before', not {c.norms!r}"
+        yield dense and all_dense, f"dense_layers = {dense} of {c.num_layers} needs a mixture in other layers"
+        if c.mixture:
+            yield not c.gated, "gated = False: experts are gated; leave it out"
+            alone = [name for name in ("down_proj", "gate_proj", "up_proj") if c.lora and name in c.lora.target_modules]
+            yield alone, f"lora.target_modules has {', '.join(alone)}: experts have no adapters; leave them out"
+            yield c.mlp_tiles > 1, f"mlp_tiles = {c.mlp_tiles}: experts balance over whole sequences; set it to 1"
+        if c.attention == "cudnn":
+            why = cudnn_obstacle(jnp.dtype("bfloat16"), c.head_dim, 256, c.attention_softcap)
+            why = "cuDNN has no sinks" if c.sinks else why
+            yield why, f"{kernel}, but {why}: use 'auto' or 'xla'"
+        if c.attention == FLASH:
+            for key in ("attention_softcap", "window", "sinks"):
+                value = getattr(c, key)
+                yield value not in (None, False), f"{kernel} has no {key} = {value}: use 'auto'"
+            yield c.head_dim != FLASH_WIDTH, f"{kernel} has heads of {FLASH_WIDTH}, not {c.head_dim}: use 'auto'"
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)
@@ -278,8 +264,9 @@ class DecoderConfig:
         """
         layers = range(self.num_layers)
         dense = [number in self.dense_layers for number in layers]
-        splits = ((first, step) for first in layers for step in range(1, self.num_layers + 1 - first))
-        first, step = min((x for x in splits if _repeats(dense[x[0] :], x[1])), key=sum)
+        splits = [(first, step) for first in layers for step in range(1, self.num_layers + 1 - first)]
+        whole = [x for x in splits if (self.num_layers - x[0]) % x[1] == 0]
+        first, step = min((x for x in whole if dense[sum(x) :] == dense[x[0] : -x[1]]), key=sum)
         return layers[:first], [layers[first + i :: step] for i in range(step)]
 
     @property

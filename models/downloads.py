@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,10 @@ OWN = {"architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quant
 
 @dataclass(frozen=True)
 class Download:
-    """The config.json, and its directory, that a model's shape was read from.
+    """The config.json, and its directory, that a model's shape was read from."""
 
-    Attributes:
-      config: the content of its config.json; of models with other inputs too, that of their text decoder.
-      directory: with its tokenizer; None if only the content was given.
-    """
-
-    config: Mapping[str, Any]
-    directory: str | None = None
+    config: Mapping[str, Any]  # its content; of models with other inputs too, that of their text decoder
+    directory: str | None = None  # with its tokenizer; None if only the content was given
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Download:
@@ -38,22 +33,23 @@ class Download:
         Raises:
           ConfigError: it cannot be read.
         """
-        directory = None
-        if isinstance(source, Mapping):
-            there = dict(source)
-        else:
-            path = from_cache(source)
+        there, directory = source, None
+        if not isinstance(there, Mapping):
+            path = from_cache(there)
             there, directory = _read(path), os.path.abspath(path if os.path.isdir(path) else path.parent)
-        return cls(_text_decoder(there), directory)
+        name, text = TEXT.get(there.get("model_type", "")), there.get("text_config")
+        if name and isinstance(text, Mapping):
+            ids = {key: there[key] for key in IDS if there.get(key) is not None}
+            there = {**text, **ids, "model_type": name}
+        return cls(dict(there), directory)
 
-    def table(self, vocab_size: int | None = None, without: Collection[str] = ()) -> dict[str, Any]:
+    def table(self, vocab_size: int | None = None) -> dict[str, Any]:
         """Return the entry `download` of a `weights_layout`, see `jzero.weights.name_map`.
 
         Args:
           vocab_size: of the model; special tokens outside of it are left out, since `transformers` refuses them.
-          without: keys that do not hold any more.
         """
-        kept = {key: value for key, value in self.config.items() if key not in OWN and key not in without}
+        kept = {key: value for key, value in self.config.items() if key not in OWN}
         for key in kept.keys() & set(IDS) if vocab_size is not None else ():
             ids = kept[key] if isinstance(kept[key], list) else [kept[key]]
             inside = [x for x in ids if x is None or x < vocab_size]
@@ -61,25 +57,18 @@ class Download:
         return {"config": json.loads(json.dumps(kept, default=str)), "directory": self.directory}
 
 
-def count_problems(there: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str]) -> list[str]:
-    """List the needed keys that a config.json lacks, and the counts in it that are no positive integers.
+def config_problems(
+    there: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str], needs: Mapping[str, Any]
+) -> list[str]:
+    """List needed keys that a config.json lacks, counts that are no positive integers, and values other than `needs`.
 
     Args:
       there: its content, with the values of keys that it may lack.
     """
-    return [f"config.json has no {key}" for key in needed if key not in there] + [
-        f"config.json has {key} = {there[key]!r}: must be a positive integer"
-        for key in dict.fromkeys(counts)
-        if key in there and (type(there[key]) is not int or there[key] < 1)
-    ]
-
-
-def _text_decoder(there: dict[str, Any]) -> dict[str, Any]:
-    name, text = TEXT.get(there.get("model_type", "")), there.get("text_config")
-    if name is None or not isinstance(text, Mapping):
-        return there
-    ids = {key: there[key] for key in IDS if there.get(key) is not None}
-    return {**text, **ids, "model_type": name}
+    wrong = {key: "a positive integer" for key in counts if type(there.get(key, 1)) is not int or there.get(key, 1) < 1}
+    wrong |= {key: repr(value) for key, value in needs.items() if there.get(key, value) != value}
+    problems = [f"config.json has no {key}" for key in needed if key not in there]
+    return problems + [f"config.json has {key} = {there[key]!r}: must be {value}" for key, value in wrong.items()]
 
 
 def _read(path: Path) -> dict[str, Any]:

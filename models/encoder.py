@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,15 +11,14 @@ from flax import nnx
 from jzero.attention_kernels import Attend, kernel_note
 from jzero.errors import ConfigError
 
-from .decoder_config import GPT_BLOCKS, DecoderConfig, check_fields
-from .downloads import ADVICE, Download, count_problems
+from .decoder_config import DecoderConfig, check_fields
+from .downloads import ADVICE, Download, config_problems
+from .families import EPS, SIZES, Family
+from .tensor_names import end_rows, layer_rows, padded_rows
 from .transformer import Transformer
 
 # A field -> the key of config.json.
-KEYS = {
-    "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads",
-    "d_ff": "intermediate_size", "norm_eps": "layer_norm_eps",
-}  # fmt: skip
+KEYS = {field: key for field, key in {**SIZES, **EPS}.items() if field != "vocab_size"}
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,7 @@ class EncoderBlockConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The shape of an encoder, and the `download` it comes from.
-
-    Of a subclass:
-      norms: as in `DecoderConfig`.
-      names: model_type and class in `transformers`.
-      keys: of config.json, for its own fields.
-      fixed: the values that other keys must have, or stand for if they are missing.
-      absent: the values of keys that config.json may lack.
-    """
+    """The shape of an encoder, and the `download` it comes from; a subclass has the `row` of its family."""
 
     num_layers: int
     d_model: int
@@ -52,11 +42,7 @@ class EncoderConfig:
     attention: Attend = "auto"
     download: Download | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    norms: ClassVar[Literal["before", "sum"]]
-    names: ClassVar[tuple[str, str]]
-    keys: ClassVar[Mapping[str, str]]
-    fixed: ClassVar[Mapping[str, Any]]
-    absent: ClassVar[Mapping[str, Any]]
+    row: ClassVar[Family]
     row_length: ClassVar[int | None] = None
 
     def __post_init__(self):
@@ -70,51 +56,42 @@ class EncoderConfig:
           ConfigError: keys are missing or have other values; all problems at once.
         """
         check_fields(cls, changes)
-        there = {"layer_norm_eps": 1e-12, **cls.absent}  # transformers' defaults
+        there = {"layer_norm_eps": 1e-12, **cls.row.absent}  # transformers' defaults
         there |= {key: value for key, value in download.config.items() if value is not None}
-        keys = {field: key for field, key in {**KEYS, **cls.keys}.items() if field not in changes}
-        problems = count_problems(there, keys.values(), [key for field, key in keys.items() if field != "norm_eps"])
-        problems += [
-            f"config.json has {key} = {there[key]!r}: must be {value!r}"
-            for key, value in cls.fixed.items()
-            if there.get(key, value) != value
-        ]
-        if problems:
+        keys = {field: key for field, key in {**KEYS, **cls.row.keys}.items() if field not in changes}
+        counts = [key for field, key in keys.items() if field != "norm_eps"]
+        if problems := config_problems(there, keys.values(), counts, cls.row.needs):
             raise ConfigError(*problems)
         return cls(**{**{field: there[key] for field, key in keys.items()}, "download": download, **changes})
-
-    def weights_layout(self, tensors: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Describe the parameters in `transformers`, see `jzero.weights.name_map`, by the rows of the tensors."""
-        sizes = {key: getattr(self, field) for field, key in {**KEYS, **self.keys}.items()}
-        names = {"model_type": self.names[0], "architectures": [self.names[1]]}
-        config = {**names, **sizes, **self.fixed}
-        return {"config": config, "may_differ": ["architectures"], "advice": ADVICE, "tensors": tensors, **more}
 
     @property
     def block(self) -> EncoderBlockConfig:
         """The config of the blocks."""
         return EncoderBlockConfig(
             self.num_layers, self.d_model, self.num_heads, self.num_heads, self.d_ff, norm_eps=self.norm_eps,
-            attention=self.attention, norms=self.norms, activation="gelu", row_length=self.row_length,
-            owner=type(self), **GPT_BLOCKS,
+            attention=self.attention, row_length=self.row_length, owner=type(self), **self.row.fixed,
         )  # fmt: skip
-
-    @property
-    def head_dim(self) -> int:
-        return self.block.head_dim
 
 
 class Encoder(Transformer):
     """The base of encoders."""
 
-    config: Any  # of a subclass of EncoderConfig
-
-    @property
-    def block(self) -> EncoderBlockConfig:
-        return self.config.block
-
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.config.head_dim)]
+        return [kernel_note(self.config.attention, dtype, self.block.head_dim)]
+
+    def weights_layout(self) -> dict[str, Any]:
+        """Describe the parameters in `transformers`, see `jzero.weights.name_map`."""
+        c, row, shapes = self.config, self.config.row, self.shapes
+        sizes = {key: getattr(c, field) for field, key in {**KEYS, **row.keys}.items()}
+        rows = [*end_rows(row.names, shapes), *layer_rows(c.block, row.names, shapes)]
+        for leaf in self.vocabulary:
+            rows += padded_rows(row.names[leaf], f"ends/{leaf}", c.vocab_size, shapes)
+        return {
+            "config": {"architectures": [row.architecture], **sizes, **row.needs},
+            "download": c.download and c.download.table(getattr(c, "vocab_size", None)),
+            "may_differ": ["architectures"], "advice": ADVICE, "aliases": row.aliases, "ignored": row.ignored,
+            "tensors": rows,
+        }  # fmt: skip
 
 
 def linear(d_in: int, d_out: int, rngs: nnx.Rngs) -> nnx.Linear:

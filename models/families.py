@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .config_parts import EXPERTS, TIMES
 from .decoder_config import GPT_BLOCKS
-from .moe_families import EXPERTS, TIMES
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is), or (the
 # key, the fields of its values). "mixture.width" is the field `width` of the field `mixture`.
@@ -41,27 +41,17 @@ LOCAL: Keys = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family: its class in `transformers`, and in what it differs from Llama.
-
-    Attributes:
-      fixed: the fields that it always has.
-      keys: of config.json, for fields that it may have.
-      absent: the values of keys that config.json lacks.
-      needs: the only values of keys that the decoder has.
-      names: of the weights, see tensor_names.py.
-      dense: the key of the layers without a mixture.
-      aliases, ignored: see jzero.weights.name_map.
-    """
+    """A family: its class in `transformers`, and in what it differs from Llama."""
 
     architecture: str
-    fixed: dict[str, Any] = field(default_factory=dict)
-    keys: Keys = field(default_factory=dict)
-    absent: dict[str, Any] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)  # the fields that it always has
+    keys: Keys = field(default_factory=dict)  # of config.json, for fields that it may have
+    absent: dict[str, Any] = field(default_factory=dict)  # the values of keys that config.json lacks
+    names: dict[str, str] = field(default_factory=dict)  # of the weights, see tensor_names.py
+    aliases: dict[str, str] = field(default_factory=dict)  # as `ignored`: see jzero.weights.name_map
     ignored: tuple[str, ...] = ()
-    needs: dict[str, Any] = field(default_factory=dict)
-    dense: str | None = None
+    needs: dict[str, Any] = field(default_factory=dict)  # the only values of keys that the model has
+    dense: str | None = None  # the key of the layers without a mixture
 
     @property
     def all_keys(self) -> Keys:
@@ -69,27 +59,23 @@ class Family:
 
 
 BIAS: Keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+MLP_BIAS: Keys = {"mlp_bias": "mlp_bias"}
 EPS: Keys = {"norm_eps": "layer_norm_eps"}
 GEMMA = {"norm": "offset_rms", "activation": "gelu_tanh"}
 GEMMA_KEYS: Keys = {**BIAS, "embed_scale": ("hidden_size", 0.5)}
 GEMMA2: Keys = {
-    **GEMMA_KEYS,
-    "attention_scale": ("query_pre_attn_scalar", -0.5),
-    "attention_softcap": "attn_logit_softcapping",
+    **GEMMA_KEYS, "attention_scale": ("query_pre_attn_scalar", -0.5), "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
-}
+}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 SLIDING = {"use_sliding_window": False}
 SANDWICH = {"mlp_norm": "pre_feedforward_layernorm"}
 OLMO = {"norms": "after", "qk_norm": "all"}
 COHERE = {"norm": "layer_unbiased", "parallel": "one_norm", "interleaved_rope": True}
 GRANITE: Keys = {
-    **BIAS,
-    "embed_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention_scale": "attention_multiplier",
-    "logit_scale": ("logits_scaling", -1),
-}
+    **BIAS, "embed_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier", "logit_scale": ("logits_scaling", -1),
+}  # fmt: skip
 DEEPSEEK = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
 DEEPSEEK_KEYS: Keys = {
     **LATENT, **EXPERT, "mixture.num_experts": "n_routed_experts", "mixture.shared": TIMES,
@@ -102,7 +88,7 @@ DEEPSEEK_ABSENT = {
 DEEPSEEK_NAMES = {"shared": "mlp.shared_experts"}
 QWEN_MOE = {**SLIDING, "norm_topk_prob": False}
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"}),
+    "llama": Family("LlamaForCausalLM", {}, {**BIAS, **MLP_BIAS}),
     "llama4_text": Family(
         "Llama4ForCausalLM",
         {
@@ -115,13 +101,13 @@ FAMILIES = {
         },
         {
             "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192,
-            "head_dim": 128, "intermediate_size_mlp": 16384, "no_rope_layer_interval": 4,
-            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-            "use_qk_norm": True, EXPERTS: 16, "num_experts_per_tok": 1,
+            "head_dim": 128, "intermediate_size_mlp": 16384, "no_rope_layer_interval": 4, "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0, "use_qk_norm": True, EXPERTS: 16, "num_experts_per_tok": 1,
         },
         {
-            "gate_up": "feed_forward.{part}_proj", "down": "feed_forward.down_proj", "router": "feed_forward.router",
-            "expert": "feed_forward.experts.{part}", "shared": "feed_forward.shared_expert",
+            "gate_up": "feed_forward.{part}_proj", "mlp/down": "feed_forward.down_proj",
+            "mlp/router": "feed_forward.router", "expert": "feed_forward.experts.{part}",
+            "shared": "feed_forward.shared_expert",
         },
         aliases={r"^language_model\.": ""}, ignored=("vision_model.*", "multi_modal_projector.*"), dense="moe_layers",
     ),
@@ -131,7 +117,7 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM", {"mixture.normalize": True}, LOCAL, {EXPERTS: 8, "num_experts_per_tok": 2},
         {
-            "router": "block_sparse_moe.gate", "expert": "block_sparse_moe.experts.{expert}.{part}",
+            "mlp/router": "block_sparse_moe.gate", "expert": "block_sparse_moe.experts.{expert}.{part}",
             "expert_parts": "w1 w3 w2",
         },
     ),
@@ -154,43 +140,25 @@ FAMILIES = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        {"router": "mlp.router", "expert": "mlp.experts.{part}", "together": "0 1 3 2"},
+        {"mlp/router": "mlp.router", "expert": "mlp.experts.{part}", "together": "0 1 3 2"},
         needs={"hidden_act": "silu"},  # of its experts, which have their own
     ),
     "gemma": Family("GemmaForCausalLM", GEMMA, GEMMA_KEYS, {**TIED, "head_dim": 256}),
     "gemma2": Family(
-        "Gemma2ForCausalLM",
-        {**GEMMA, "norms": "both"},
-        GEMMA2,
-        {**TIED, "head_dim": 256, "sliding_window_pattern": 2},
-        SANDWICH,
+        "Gemma2ForCausalLM", {**GEMMA, "norms": "both"}, GEMMA2,
+        {**TIED, "head_dim": 256, "sliding_window_pattern": 2}, SANDWICH,
     ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        {**GEMMA, "norms": "both", "qk_norm": "shared"},
-        GEMMA2,
+        "Gemma3ForCausalLM", {**GEMMA, "norms": "both", "qk_norm": "shared"}, GEMMA2,
         # The text_config of a download has what differs from the class only.
-        absent={
-            **TIED,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "vocab_size": 262_208,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "query_pre_attn_scalar": 256,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
+        {
+            **TIED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
+            "sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
         },
-        names=SANDWICH,
-        aliases={r"^(language_model\.model|model\.language_model)\.": "model."},
-        ignored=(
-            "vision_tower.*",
-            "multi_modal_projector.*",
-            "model.vision_tower.*",
-            "model.multi_modal_projector.*",
-            "language_model.lm_head.weight",
-        ),
+        SANDWICH,
+        {r"^(language_model\.model|model\.language_model)\.": "model."},
+        ("*vision_tower.*", "*multi_modal_projector.*", "language_model.lm_head.weight"),
     ),
     "phi3": Family(
         "Phi3ForCausalLM", absent={"rms_norm_eps": 1e-5},
@@ -198,9 +166,7 @@ FAMILIES = {
     ),
     "olmo2": Family("Olmo2ForCausalLM", OLMO, BIAS, {"rms_norm_eps": 1e-5}, SANDWICH),
     "olmo3": Family(
-        "Olmo3ForCausalLM",
-        OLMO,
-        BIAS,
+        "Olmo3ForCausalLM", OLMO, BIAS,
         {
             "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0,
             "rope_local_base_freq": None,
@@ -208,19 +174,17 @@ FAMILIES = {
         SANDWICH,
     ),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", {}, {**BIAS, "mlp_bias": "mlp_bias"},
+        "SmolLM3ForCausalLM", {}, {**BIAS, **MLP_BIAS},
         {**TIED, **SLIDING, "no_rope_layer_interval": 4, "rope_theta": 2_000_000.0},
     ),
-    "granite": Family(
-        "GraniteForCausalLM", {}, {**GRANITE, "mlp_bias": "mlp_bias"}, {"attention_multiplier": 1.0}
-    ),
+    "granite": Family("GraniteForCausalLM", {}, {**GRANITE, **MLP_BIAS}, {"attention_multiplier": 1.0}),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM", {}, {**GRANITE, "d_ff": "shared_intermediate_size"},
         {
             "attention_multiplier": 1.0, "num_local_experts": 8, "position_embedding_type": "none",
             "layer_types": ("mamba",),
         },
-        {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        {"gate_up": "shared_mlp.input_linear", "mlp/down": "shared_mlp.output_linear"},
         needs={"num_local_experts": 0},
     ),
     "stablelm": Family(
@@ -258,24 +222,21 @@ FAMILIES = {
         {"attention_bias": True, "use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
          "rotary_pct": 0.25},
         {
-            "embed": "gpt_neox.embed_in", "layer": "gpt_neox.layers.{layer}.", "norm": "gpt_neox.final_layer_norm",
-            "head": "embed_out", "qkv": "attention.query_key_value", "out": "attention.dense",
-            "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
+            "embed": "gpt_neox.embed_in", "layer": "gpt_neox.layers.{layer}.", "ends/norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out", "qkv": "attention.query_key_value", "attention/out": "attention.dense",
+            "mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h",
         },
         {r"^lm_head\.": "embed_out."},
-        ("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias",
-         "gpt_neox.layers.*.attention.rotary_emb.inv_freq"),
+        ("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias"),
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM", {"norm": "layer", "gated": False},
         {"norm_eps": "norm_epsilon", "qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"},
         {**TIED, "use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
-        {"up": "mlp.c_fc", "down": "mlp.c_proj"},
+        {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"},
     ),
     "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM",
-        {"interleaved_rope": True, "mixture.balance": 0.0},
-        DEEPSEEK_KEYS,
+        "DeepseekV2ForCausalLM", {"interleaved_rope": True, "mixture.balance": 0.0}, DEEPSEEK_KEYS,
         {
             **DEEPSEEK_ABSENT, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407,
             "topk_method": "greedy",
@@ -304,9 +265,9 @@ FAMILIES = {
         },
         {**TIED, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024},
         {
-            "embed": "transformer.wte", "positions": "transformer.wpe", "layer": "transformer.h.{layer}.",
-            "norm": "transformer.ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn",
-            "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj", "matrices": "[in, out]",
+            "embed": "transformer.wte", "ends/positions": "transformer.wpe.weight", "layer": "transformer.h.{layer}.",
+            "ends/norm": "transformer.ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn",
+            "attention/out": "attn.c_proj", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj", "matrices": "[in, out]",
         },
         {r"^(h\.|wte\.|wpe\.|ln_f\.)": r"transformer.\1"},  # names of the first downloads
         ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"),

@@ -142,33 +142,20 @@ def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[
         if module not in lora.target_modules:
             continue
         leaf = row["leaf"].removesuffix("kernel") + module
-        for part in "AB":
-            name = f"base_model.model.{path}.lora_{part}.weight"
-            layers = {"layers": row["layers"]} if "layers" in row else {}
-            tensors.append({"name": name, "leaf": f"{leaf}/lora_{part.lower()}", "transposed": True, **layers})
         cut = {key: row[key] for key in ("columns", "slices") if row.get(key)}
         matrices.append({"leaf": row["leaf"], **cut, "a": f"{leaf}/lora_a", "b": f"{leaf}/lora_b"})
+        layers = {key: x for key, x in row.items() if key == "layers"}
+        for part in "AB":
+            name = f"base_model.model.{path}.lora_{part}.weight"
+            tensors.append({"name": name, "leaf": f"{leaf}/lora_{part.lower()}", "transposed": True, **layers})
+    config: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+        "r": lora.r, "lora_alpha": lora.lora_alpha, "target_modules": [*lora.target_modules], "lora_dropout": 0.0,
+        "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "rank_pattern": {},
+        "alpha_pattern": {},
+    }  # fmt: skip
     # The tensors show the modules, and dropout changes only the training.
     may_differ = ["task_type", "base_model_name_or_path", "inference_mode", "target_modules", "lora_dropout"]
-    table = {"scale": lora.scale, "matrices": matrices, "tensors": tensors}
-    return {"config": config_json(lora), "may_differ": may_differ, **table}
-
-
-def config_json(lora: LoRAConfig) -> dict[str, Any]:
-    """Return the content of peft's adapter_config.json."""
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "r": lora.r,
-        "lora_alpha": lora.lora_alpha,
-        "target_modules": list(lora.target_modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
+        "scale": lora.scale, "matrices": matrices, "tensors": tensors, "config": config, "may_differ": may_differ
+    }  # fmt: skip

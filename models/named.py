@@ -1,24 +1,44 @@
-"""`find_model`: models by name, as a published one, a directory or a download. One table has all names of shapes."""
+"""Models by name, or from their directory in the format of `transformers`. One table has all names of shapes.
+
+model = jzero.models.from_hf("Qwen3-8B")
+engine, *_ = jzero.initialize(model=model, config=config)
+engine.load_weights("Qwen3-8B")
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jzero
 from jzero.errors import ConfigError
 from jzero.values.parameters import did_you_mean
 from jzero.weights.load import from_cache
 
-from . import hub, llama
+from .bert import Bert, BertConfig
+from .config_json import decoder_config
 from .decoder import Decoder
 from .decoder_config import DecoderConfig, check_fields
-from .gpt2 import GPT2, GPT2Config
+from .downloads import TEXT, Download
+from .families import FAMILIES
+from .gpt2 import GPT2Config
+from .llama import PRESETS
 from .moe import MixtureConfig
 from .rope import RopeScaling
+from .vit import ViT, ViTConfig
 
+READERS = {"bert": BertConfig.read, "vit": ViTConfig.read, **dict.fromkeys(FAMILIES, decoder_config)}
+LACKING = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "an encoder of images, and rotary positions in three dimensions"),
+    "whisper": "an encoder of audio, and attention to its output",
+    "t5": "an encoder beside the decoder, and relative positions",
+}
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
@@ -60,22 +80,51 @@ SHAPES: dict[str, Any] = {
     "gpt2:large": GPT_2(36, 1280, 20, 5120),
     "gpt2:xl": GPT_2(48, 1600, 25, 6400),
     # Sizes of Llama with a small vocabulary, for benchmarks and tests.
-    **{f"llama:{name}": shape for name, shape in llama.PRESETS.items()},
+    **{f"llama:{name}": shape for name, shape in PRESETS.items()},
 }  # fmt: skip
 
 
-class FoundModel(NamedTuple):
-    """A model that was found by its name.
+def from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> Any:
+    """Make the model of a directory of `transformers`, for `jzero.initialize`; `engine.load_weights` reads its weights.
 
-    Attributes:
-      module: the class of Flax modules that the shape makes: `module(shape, rngs=rngs)`.
-      directory: of its config.json, weights and tokenizer; None: a shape alone.
+    Args:
+      source: the directory, its config.json, the content of it, or the name of a model in the Hub's local cache.
+      changes: to fields of its config, such as attention="xla", pad_vocab_to=128 or lora=LoRAConfig().
+
+    Raises:
+      ConfigError: the file cannot be read, or describes what jzero's models lack; all problems at once.
     """
+    config = config_from_hf(source, **changes)
+    return jzero.from_flax(lambda rngs: module_of(config)(config, rngs=rngs))
+
+
+def config_from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any) -> Any:
+    """Read the config of a model, for modules of your own; arguments and errors are those of `from_hf`."""
+    download = Download.read(source)
+    name = download.config.get("model_type")
+    if name in LACKING:
+        raise ConfigError(f"config.json has model_type = {name!r}: jzero's models lack {LACKING[name]}")
+    if name not in READERS:
+        raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*READERS, *TEXT])}")
+    return READERS[name](download, **changes)
+
+
+def module_of(config: Any) -> type:
+    """Return the class of Flax modules that a config makes: `module_of(config)(config, rngs=rngs)`."""
+    return {BertConfig: Bert, ViTConfig: ViT}.get(type(config), Decoder)
+
+
+class FoundModel(NamedTuple):
+    """A model that was found by its name, and the directory of its files; None: a shape alone."""
 
     name: str
     shape: Any
-    module: type
     directory: Path | None = None
+
+    @property
+    def module(self) -> type:
+        """The class of Flax modules that the shape makes."""
+        return module_of(self.shape)
 
     @property
     def kind(self) -> str:
@@ -85,12 +134,13 @@ class FoundModel(NamedTuple):
     @property
     def note(self) -> str:
         """A line about a shape that has the layers of a published model and another vocabulary; "" for others."""
-        for name, one in SHAPES.items() if isinstance(self.shape, llama.LlamaConfig) else ():
-            if name.startswith("llama3") and _layers(one) == _layers(self.shape):
-                words = "{} has the layers of {}, and a vocabulary of {:,} instead of {:,}"
-                sizes = self.shape.vocab_size, one.vocab_size
-                return words.format(self.name, name, *sizes) if sizes[0] != sizes[1] else ""
-        return ""
+        shape, layers = self.shape, attrgetter("num_layers", "d_model", "num_heads", "d_ff")
+        if self.directory or self.kind != "llama":
+            return ""
+        published = [(name, one) for name, one in SHAPES.items() if name.startswith("llama3")]
+        name, one = next(((name, one) for name, one in published if layers(one) == layers(shape)), ("", shape))
+        words = f"{self.name} has the layers of {name}, and a vocabulary of {shape.vocab_size:,} instead of"
+        return f"{words} {one.vocab_size:,}" if shape.vocab_size != one.vocab_size else ""
 
 
 def find_model(name: str, **changes: Any) -> FoundModel:
@@ -105,14 +155,11 @@ def find_model(name: str, **changes: Any) -> FoundModel:
     """
     directory = from_cache(name)
     if directory.is_dir():
-        shape = hub.config_from_hf(directory, **changes)
-        return FoundModel(name, shape, hub.MODELS[shape.download.config["model_type"]][0], directory)
+        return FoundModel(name, config_from_hf(directory, **changes), directory)
     if name not in SHAPES:
         raise ConfigError(_unknown(name))
-    shape = SHAPES[name]
-    check_fields(type(shape), changes)
-    module = {llama.LlamaConfig: llama.Llama, GPT2Config: GPT2}.get(type(shape), Decoder)
-    return FoundModel(name, dataclasses.replace(shape, **changes), module)
+    check_fields(type(SHAPES[name]), changes)
+    return FoundModel(name, dataclasses.replace(SHAPES[name], **changes))
 
 
 def _unknown(name: str) -> str:
@@ -123,7 +170,3 @@ def _unknown(name: str) -> str:
     hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)
     kinds = f"a directory with config.json, a hub id such as Qwen/Qwen3-8B, or one of {', '.join(SHAPES)}"
     return f"model {name!r} is unknown: must be {kinds}; for jzero plan and import also package.module:function{hint}"
-
-
-def _layers(shape: Any) -> tuple[int, ...]:
-    return shape.num_layers, shape.d_model, shape.num_heads, shape.d_ff

@@ -18,33 +18,29 @@ def unit_rms(x: jax.Array, epsilon: float, axes: tuple[int, ...] = (-1,)) -> jax
     return wide * jax.lax.rsqrt((wide**2).mean(axes, keepdims=True) + epsilon)
 
 
-class OffsetRMSNorm(nnx.Module):
-    """RMSNorm whose parameter is the scale minus one, as in Gemma."""
-
-    def __init__(self, width: int, epsilon: float):
-        self.epsilon, self.scale = epsilon, nnx.Param(jnp.zeros(width))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return (unit_rms(x, self.epsilon) * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
-
-
-class HeadsNorm(nnx.Module):
-    """A norm of queries or keys [B, S, K, G, C] with a scale for each head.
+class Norm(nnx.Module):
+    """A norm that Flax lacks: its scale has another shape, or the parameter is the scale minus one.
 
     Args:
+      shape: of the scale; [K, G, C] for queries or keys [B, S, K, G, C] with a scale for each head.
       axes: those of the mean: of a head (Cohere, StableLM), or of all heads together (OLMo 2).
       centered: subtracts the mean, as LayerNorm does.
+      offset: of the scale from its parameter: 1 for Gemma.
     """
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[int, ...], epsilon: float, centered: bool):
-        self.axes, self.epsilon, self.centered = axes, epsilon, centered
-        self.scale = nnx.Param(jnp.ones(shape))
+    def __init__(
+        self, shape: tuple[int, ...], epsilon: float, axes: tuple[int, ...] = (-1,), *, centered: bool = False,
+        offset: int = 0,
+    ):  # fmt: skip
+        self.epsilon, self.axes, self.centered, self.offset = epsilon, axes, centered, offset
+        self.scale = nnx.Param(jnp.full(shape, 1.0 - offset))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         if self.centered:
             wide = wide - wide.mean(self.axes, keepdims=True)
-        return (unit_rms(wide, self.epsilon, self.axes) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        unit, scale = unit_rms(wide, self.epsilon, self.axes), self.scale[...].astype(jnp.float32)
+        return (unit * (1 + scale if self.offset else scale)).astype(x.dtype)
 
 
 def make_norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:
@@ -53,7 +49,7 @@ def make_norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -
     if config.norm == "rms":
         return nnx.RMSNorm(width, epsilon=epsilon, rngs=rngs)
     if config.norm == "offset_rms":
-        return OffsetRMSNorm(width, epsilon)
+        return Norm((width,), epsilon, offset=1)
     return nnx.LayerNorm(width, epsilon=epsilon, use_bias=config.norm == "layer", rngs=rngs)
 
 
@@ -64,5 +60,5 @@ def query_key_norms(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[nnx.Module, 
         return make_norm(c, rngs, c.head_dim), make_norm(c, rngs, c.head_dim)
     axes = (-1,) if c.qk_norm == "each" else (-3, -2, -1)
     shapes = (c.num_kv_heads, c.num_groups, c.head_dim), (c.num_kv_heads, 1, c.head_dim)
-    queries, keys = (HeadsNorm(shape, axes, c.norm_eps, c.norm.startswith("layer")) for shape in shapes)
+    queries, keys = (Norm(shape, c.norm_eps, axes, centered=c.norm.startswith("layer")) for shape in shapes)
     return queries, keys

@@ -31,18 +31,12 @@ NF4 = (
 
 
 class Quantized(NamedTuple):
-    """A matrix [in, *out] in few bits.
+    """A matrix [in, *out] in few bits."""
 
-    Attributes:
-      codes: NF4: [in / 2, *out] uint8, the first half of the rows in the low bits; int8: [in, *out] int8.
-      scales: [in / block, *out] int8: (scale - offset) / step.
-      step, offset: [in / block] float32, with values of bfloat16, so that a cast to the compute dtype keeps them.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    step: jax.Array
-    offset: jax.Array
+    codes: jax.Array  # NF4: [in / 2, *out] uint8, the first half of the rows in the low bits; int8: [in, *out] int8
+    scales: jax.Array  # [in / block, *out] int8: (scale - offset) / step
+    step: jax.Array  # [in / block] float32, with values of bfloat16, so that a cast to the compute dtype keeps them
+    offset: jax.Array  # as `step`
 
 
 def quantize(matrix: jax.Array, kind: Kind) -> Quantized:

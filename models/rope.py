@@ -114,7 +114,7 @@ def either(condition: jax.Array, a: Rope, b: Rope) -> Rope:
 
 
 def rope(
-    x_BSHC: jax.Array, theta: float | Rope, positions_BS: jax.Array | None = None, interleaved: bool = False
+    x_BSHC: jax.Array, angles: Rope, positions_BS: jax.Array | None = None, interleaved: bool = False
 ) -> jax.Array:
     """Rotate queries or keys by their positions.
 
@@ -122,11 +122,11 @@ def rope(
 
     Args:
       x_BSHC: queries or keys.
-      theta: the base of the frequencies, or the `frequencies` themselves, of C or fewer dimensions.
+      angles: the `frequencies`, of C or fewer dimensions.
       positions_BS: default: 0 to S - 1.
       interleaved: a pair is two neighbours (Cohere, GLM), and not one of each half.
     """
-    frequency, magnitude = theta if isinstance(theta, Rope) else frequencies(x_BSHC.shape[-1], theta)
+    frequency, magnitude = angles
     positions = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32) if positions_BS is None else positions_BS
     half, axis = frequency.shape[-1], -1 if interleaved else -2  # that of the two numbers of a pair
     angle_S1P = jnp.expand_dims(positions.astype(jnp.float32)[..., None, None] * frequency, axis)

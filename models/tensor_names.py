@@ -6,7 +6,8 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
@@ -14,29 +15,32 @@ from jzero.errors import ConfigError
 
 from .decoder_config import DecoderConfig
 from .lora import MODULES
+from .moe import MixtureConfig
 
 Row = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]  # of the leaves
 Cut = tuple[int, int, int]  # dimension, start, stop
-# Llama's names; those of the layers follow that of the layer. {part} stands for `parts`, or for gate, up. Without it,
-# one tensor has all parts: of each head in turn (qkv), or one after the other (gate_up). Those with a number in
-# brackets are one tensor too. Matrices are [out, in] in files, but for Conv1D's. Without {expert}, a tensor has one of
-# the matrices of all experts, gates and values with the axes `together`.
+# Llama's names; those of the layers follow that of the layer. The modules have the names of their leaves as keys.
+# {part} stands for `parts`, or for gate, up. Without it, one tensor has all parts: of each head in turn (qkv), or one
+# after the other (gate_up). Those with a number in brackets are one tensor too. Matrices are [out, in] in files, but
+# for Conv1D's. Without {expert}, a tensor has one of the matrices of all experts, gates and values with the axes
+# `together`.
 NAMES = {
-    "embed": "model.embed_tokens", "layer": "model.layers.{layer}.", "norm": "model.norm", "head": "lm_head",
-    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "qkv": "self_attn.{part}_proj",
-    "sinks": "self_attn.sinks", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
-    "gate_up": "mlp.{part}_proj", "up": "mlp.up_proj", "down": "mlp.down_proj", "parts": "q k v",
-    "matrices": "[out, in]", "router": "mlp.gate", "expert": "mlp.experts.{expert}.{part}", "together": "0 1 2 3",
-    "expert_parts": "gate_proj up_proj down_proj", "shared": "mlp.shared_expert",
-    "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
+    "embed": "model.embed_tokens", "layer": "model.layers.{layer}.", "head": "lm_head", "ends/norm": "model.norm",
+    "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
+    "qkv": "self_attn.{part}_proj", "parts": "q k v", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+    "sinks": "self_attn.sinks", "attention/out": "self_attn.o_proj", "matrices": "[out, in]",
+    "gate_up": "mlp.{part}_proj", "mlp/up": "mlp.up_proj", "mlp/down": "mlp.down_proj", "mlp/router": "mlp.gate",
+    "expert": "mlp.experts.{expert}.{part}", "expert_parts": "gate_proj up_proj down_proj", "together": "0 1 2 3",
+    "shared": "mlp.shared_expert", "mlp/shared_gate": "mlp.shared_expert_gate",
 }  # fmt: skip
 LATENT = {
-    "q_a_proj": "q_down", "q_a_layernorm": "q_norm", "kv_a_proj_with_mqa": "kv_down", "kv_a_layernorm": "kv_norm",
-    "kv_b_proj": "kv_up",
+    "attention/q_down": "self_attn.q_a_proj", "attention/q_norm": "self_attn.q_a_layernorm",
+    "attention/kv_down": "self_attn.kv_a_proj_with_mqa", "attention/kv_norm": "self_attn.kv_a_layernorm",
+    "attention/kv_up": "self_attn.kv_b_proj",
 }  # fmt: skip
-NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-FUTURE = {"enorm": "embed_norm", "hnorm": "state_norm", "shared_head.norm": "norm", "eh_proj": "join"}
+FUTURE = {"embed_norm": "enorm", "state_norm": "hnorm", "norm": "shared_head.norm", "join": "eh_proj"}
 
 
 def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
@@ -47,15 +51,12 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     """
     c, names, shapes = config, {**NAMES, **names}, config.shapes
     rows = padded_rows(f"{names['embed']}.weight", "ends/embed", c.vocab_size, shapes)
-    if c.max_positions:
-        rows.append({"name": f"{names['positions']}.weight", "leaf": "ends/positions"})
     for path, numbers in c.layer_paths.items():
         rows += layer_rows(c.of_layer(numbers[0]), names, shapes, path, numbers)
-    for depth in range(c.future_layers):
-        for name, leaf in FUTURE.items():
-            at = f"model.layers.{c.num_layers + depth}.{name}"  # in files, these layers follow the others
-            rows += module_rows(at, f"ends/future/{depth}/{leaf}", shapes)
-    rows += module_rows(names["norm"], "ends/norm", shapes)
+    for depth in range(c.future_layers):  # in files, these layers follow the others
+        at = f"model.layers.{c.num_layers + depth}."
+        names |= {f"ends/future/{depth}/{leaf}": at + name for leaf, name in FUTURE.items()}
+    rows += end_rows(names, shapes)
     if not c.tied:
         rows += padded_rows(f"{names['head']}.weight", "ends/head/kernel", c.vocab_size, shapes, axis=1)
     if lacking := [name for name in (c.lora.target_modules if c.lora else ()) if name not in linear_modules(rows)]:
@@ -83,17 +84,31 @@ def layer_rows(
       shapes: of all leaves.
       numbers: of these layers in files; the default stands for 0, 1, 2 and so on.
     """
-    stacked, names = path.startswith("stack"), {**NAMES, **names}
+    c, stacked, names = config, path.startswith("stack"), {**NAMES, **(LATENT if config.latent else {}), **names}
     own = {leaf.removeprefix(f"{path}/"): x[stacked:] for leaf, x in shapes.items() if leaf.startswith(f"{path}/")}
-    at = names["layer"] if stacked else names["layer"].replace("{layer}", str(numbers[0]))
-    more = {"layers": [numbers.start, numbers.step]} if stacked and (numbers.start, numbers.step) != (0, 1) else {}
-    rows = [row for kind in NORMS for row in module_rows(names[kind], kind, own)]
-    rows += [*_attention(config, names, own), *_feed_forward(names, own)]
-    if config.mixture:
-        rows += _mixture(config, names, own)
+    if c.latent:
+        rows = module_rows(f"self_attn.{'q_b_proj' if c.latent.query_rank else 'q_proj'}", "attention/q_up", own)
+    else:
+        widths = dict(zip(names["parts"].split(), (c.num_groups, 1, 1), strict=True))
+        rows = _fused_rows(names["qkv"], "attention/qkv", own, 1 if c.by_part else 2, widths)
+        rows += [row for norm in ("q_norm", "k_norm") for row in _head_norm(c, names[norm], f"attention/{norm}", own)]
+    rows += [row for leaf, name in names.items() for row in module_rows(name, leaf, own)]
+    rows += _fused_rows(names["gate_up"], "mlp/gate_up", own, 1, {"gate": 1, "up": 1})
+    if c.sinks:
+        rows.append({"name": names["sinks"], "leaf": "attention/sinks", "reshape": [c.num_heads]})
+    if c.mixture:
+        rows += _mixture(c.mixture, names, own)
     if names["matrices"] != "[out, in]":
         rows = [_as_in_conv1d(row) for row in rows]
+    at = names["layer"] if stacked else names["layer"].replace("{layer}", str(numbers[0]))
+    more = {"layers": [numbers.start, numbers.step]} if stacked and (numbers.start, numbers.step) != (0, 1) else {}
     return [{**row, "name": at + row["name"], "leaf": f"{path}/{row['leaf']}", **more} for row in rows]
+
+
+def end_rows(names: Mapping[str, str], shapes: Shapes) -> list[Row]:
+    """List the rows of the parameters and modules beside the layers, whose leaves are keys of `names`."""
+    alone = [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
+    return alone + [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
 
 
 def _as_in_conv1d(row: Row) -> Row:
@@ -135,78 +150,54 @@ def _sizes(shape: Sequence[int], cuts: Sequence[Cut]) -> list[int]:
     return [kept.get(dim, size) for dim, size in enumerate(shape)]
 
 
-def _parts(name: str, parts: Mapping[str, Cut], whole: Cut) -> Iterator[tuple[str, Cut]]:
-    """Yield the name and the cut of each part, or of the whole if the name has no {part}."""
-    for part, cut in (parts if "{part}" in name else {"": whole}).items():
-        yield name.replace("{part}", part), cut
-
-
-def _attention(c: DecoderConfig, names: Mapping[str, str], own: Shapes) -> list[Row]:
-    rows = list[Row]()
-    if c.latent:
-        for name, leaf in (*LATENT.items(), ("q_b_proj" if c.latent.query_rank else "q_proj", "q_up")):
-            rows += module_rows(f"self_attn.{name}", f"attention/{leaf}", own)
-    else:
-        dim, G = 1 if c.by_part else 2, c.num_groups  # of the parts
-        cuts = dict(zip(names["parts"].split(), ((dim, 0, G), (dim, G, G + 1), (dim, G + 1, G + 2)), strict=True))
-        for name, cut in _parts(names["qkv"], cuts, (dim, 0, G + 2)):
-            rows += module_rows(name, "attention/qkv", own, cut)
-        for kind in ("q_norm", "k_norm"):
-            rows += _head_norm(c, names[kind], f"attention/{kind}", own)
-    if c.sinks:
-        rows.append({"name": names["sinks"], "leaf": "attention/sinks", "reshape": [c.num_heads]})
-    return [*rows, *module_rows(names["out"], "attention/out", own)]
+def _fused_rows(name: str, leaf: str, own: Shapes, dim: int, widths: Mapping[str, int]) -> list[Row]:
+    """Describe a linear layer of several parts along a dimension: part by part, or whole if the name has no {part}."""
+    stops = [*accumulate(widths.values())]
+    starts = [0, *stops[:-1]]
+    parts = zip(widths, starts, stops, strict=True) if "{part}" in name else [("", 0, stops[-1])]
+    return [row for part, a, b in parts for row in module_rows(name.format(part=part), leaf, own, (dim, a, b))]
 
 
 def _head_norm(c: DecoderConfig, name: str, leaf: str, own: Shapes) -> list[Row]:
-    row, shape = {"name": f"{name}.weight", "leaf": f"{leaf}/scale"}, own.get(f"{leaf}/scale", ())
-    if len(shape) < 3:
+    if len(shape := own.get(f"{leaf}/scale", ())) < 3:
         return module_rows(name, leaf, own)
     K, G, C = shape
     if "{head}" not in name:
-        return [{**row, "reshape": [K * G, C] if c.qk_norm == "each" else [K * G * C]}]
+        reshape = [K * G, C] if c.qk_norm == "each" else [K * G * C]
+        return [{"name": f"{name}.weight", "leaf": f"{leaf}/scale", "reshape": reshape}]
     return [
-        {"name": row["name"].replace("{head}", str(k * G + g)), "leaf": row["leaf"],
+        {"name": f"{name.format(head=k * G + g)}.weight", "leaf": f"{leaf}/scale",
          "slices": [[0, k, k + 1], [1, g, g + 1]], "reshape": [C]}
         for k in range(K) for g in range(G)
     ]  # fmt: skip
 
 
-def _feed_forward(names: Mapping[str, str], own: Shapes) -> list[Row]:
-    rows = module_rows(names["up"], "mlp/up", own)
-    for name, cut in _parts(names["gate_up"], {"gate": (1, 0, 1), "up": (1, 1, 2)}, (1, 0, 2)):
-        rows += module_rows(name, "mlp/gate_up", own, cut)
-    return [*rows, *module_rows(names["down"], "mlp/down", own)]
-
-
-def _mixture(c: DecoderConfig, names: Mapping[str, str], own: Shapes) -> list[Row]:
-    router, expert, shared = names["router"], names["expert"], names["shared"]
-    *gate_and_up, down = names["expert_parts"].split()
-    rows = [*module_rows(router, "mlp/router", own), *module_rows(f"{shared}_gate", "mlp/shared_gate", own)]
-    if c.mixture and c.mixture.bias_rate is not None:
+def _mixture(mixture: MixtureConfig, names: Mapping[str, str], own: Shapes) -> list[Row]:
+    expert, shared = names["expert"], names["shared"]
+    gate, up, down = names["expert_parts"].split()
+    matrices: list[tuple[str, str, list[Cut]]]
+    matrices = [(gate, "gate_up", [(1, 0, 1)]), (up, "gate_up", [(1, 1, 2)]), (down, "down", [])]
+    rows = list[Row]()
+    if mixture.bias_rate is not None:
         # Near 4, as in V3, bfloat16 rounds by up to 0.008: that changes the routing.
-        rows.append({"name": f"{router}.e_score_correction_bias", "leaf": "mlp/bias", "state": True})
+        rows.append({"name": f"{names['mlp/router']}.e_score_correction_bias", "leaf": "mlp/bias", "state": True})
     E, D, _, F = own["mlp/gate_up"]
-    for number in range(E if "{expert}" in expert else 0):
-        one, name = (0, number, number + 1), expert.replace("{expert}", str(number)) + ".weight"
-        for i, part in enumerate(gate_and_up):
-            rows.append(_matrix(name.replace("{part}", part), "mlp/gate_up", own, one, (2, i, i + 1), axis=1))
-        rows.append(_matrix(name.replace("{part}", down), "mlp/down", own, one, axis=1))
+    for number, (part, leaf, cuts) in product(range(E if "{expert}" in expert else 0), matrices):
+        name, one = expert.format(expert=number, part=part), [(dim + 1, start, stop) for dim, start, stop in cuts]
+        rows.append(_matrix(f"{name}.weight", f"mlp/{leaf}", own, (0, number, number + 1), *one, axis=1))
     if "{expert}" not in expert:
         axes = [int(axis) for axis in names["together"].split()]
         biases = [axis - (axis > 1) for axis in axes if axis != 1]
-        for part, leaf, cut in (
+        for part, leaf, whole in (
             ("gate_up_proj", "gate_up", {"transposed": axes, "reshape": [E, D, 2 * F]}),
             ("gate_up_proj_bias", "gate_up_bias", {"transposed": biases, "reshape": [E, 2 * F]}),
             ("down_proj", "down", {}),
             ("down_proj_bias", "down_bias", {}),
         ):
             if f"mlp/{leaf}" in own:
-                rows.append({"name": expert.replace("{part}", part), "leaf": f"mlp/{leaf}", **cut})
-    if "mlp/shared_down" in own:
-        for i, part in enumerate(gate_and_up):
-            rows.append(_matrix(f"{shared}.{part}.weight", "mlp/shared_gate_up", own, (1, i, i + 1)))
-        rows.append(_matrix(f"{shared}.{down}.weight", "mlp/shared_down", own))
+                rows.append({"name": expert.format(part=part), "leaf": f"mlp/{leaf}", **whole})
+    for part, leaf, cuts in matrices if mixture.shared else []:
+        rows.append(_matrix(f"{shared}.{part}.weight", f"mlp/shared_{leaf}", own, *cuts))
     return rows
 
 

@@ -1,13 +1,17 @@
-"""The base of decoders and encoders: a stack of blocks, and how a mesh and an optimizer cut its parameters."""
+"""The base of decoders and encoders: a stack of blocks, how a mesh cuts its parameters, and the checks of its batch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+
+from jzero.errors import ConfigError, some_of
 
 from .attention import Carry, Hidden
 from .decoder_block import Block, LayerGroup
@@ -18,13 +22,17 @@ class Transformer(nnx.Module):
     """A module with a stack of blocks.
 
     Attributes:
-      block: the config of the blocks.
+      config: of the model; an encoder's has that of its blocks as `block`.
       vocabulary: {parameter: its vocabulary dimension}: a pipeline divides these among its stages.
     """
 
-    block: Any  # a property
-    vocabulary: Any  # a property
+    config: Any
+    vocabulary: Any = MappingProxyType[str, int]({})
     stack: nnx.Module
+
+    @property
+    def block(self) -> DecoderConfig:
+        return getattr(self.config, "block", self.config)
 
     def through(self, x: Hidden) -> jax.Array:
         """Run all layers, without remat or parallelism; return x_BSD."""
@@ -51,7 +59,7 @@ class Transformer(nnx.Module):
         names = "\n".join(self.shapes)
         table = {name: dim for name, dim in table.items() if re.search(name, names, re.MULTILINE)}
         experts = {"expert": {"mlp/(gate_up|gate_up_bias|down)$": 0}} if c.mixture else {}
-        return {"tensor": table | self.vocabulary} | experts
+        return {"tensor": {**table, **self.vocabulary}} | experts
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,3 +97,40 @@ def stacked(group: Sequence[DecoderConfig], length: int, rngs: nnx.Rngs) -> Bloc
 def plain(x: Hidden) -> jax.Array:
     """Return x_BSD."""
     return x.x_BSD if isinstance(x, Carry) else x
+
+
+def column(batch: Any, name: str) -> Any:
+    """Return "inputs" or "labels" of a causal language model's batch.
+
+    Raises:
+      ConfigError: it has no such column, as a batch for `transformers`.
+    """
+    if isinstance(batch, Mapping) and name in batch:
+        return batch[name]
+    there = f"has {some_of(batch)}" if isinstance(batch, Mapping) else f"is {type(batch).__name__}"
+    raise ConfigError(
+        f"the batch {there}; the decoder reads inputs and labels, where labels[i] is the token after inputs[i] "
+        "(transformers shifts inside the model)"
+    )
+
+
+def check_tokens(batch: Any, vocab_size: int) -> None:
+    """Check that integer inputs and labels are tokens of the vocabulary; the loss ignores negative labels.
+
+    JAX reads another row for a token outside of an embedding, without an error.
+
+    Raises:
+      ConfigError: names the array, the token and the vocabulary.
+
+    >>> check_tokens({"inputs": np.array([[0, 3]]), "labels": np.array([[3, -100]])}, vocab_size=4)
+    """
+    for name in ("inputs", "labels") if isinstance(batch, Mapping) else ():  # the model names what it reads
+        tokens = np.asarray(batch.get(name, ()))
+        if tokens.dtype.kind not in "iu":
+            continue
+        outside = tokens[(tokens >= vocab_size) | ((tokens < 0) & (name == "inputs"))]
+        if outside.size:
+            raise ConfigError(
+                f"batch leaf {name!r} has token {outside[0]}, but the model's vocabulary is 0 to {vocab_size - 1}: use "
+                f"the model's own tokenizer, or make the model with vocab_size = len(tokenizer) (now {vocab_size})"
+            )

@@ -5,10 +5,8 @@ Shape suffixes: B batch, S patches and the class token, made even, D model width
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +16,26 @@ from flax import nnx
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
+from .decoder_config import GPT_BLOCKS
 from .downloads import Download
 from .encoder import Encoder, EncoderConfig, linear
+from .families import Family
 from .norms import make_norm
-from .tensor_names import layer_rows, module_rows
 from .transformer import stacked
 
-NAMES = {
-    "layer": "vit.encoder.layer.{layer}.", "qkv": "attention.attention.{part}", "parts": "query key value",
-    "out": "attention.output.dense", "attention_norm": "layernorm_before", "up": "intermediate.dense",
-    "down": "output.dense", "mlp_norm": "layernorm_after",
-}  # fmt: skip
+ROW = Family(
+    "ViTForImageClassification", {**GPT_BLOCKS, "activation": "gelu"},
+    keys={"num_classes": "num_labels"} | {key: key for key in ("image_size", "patch_size", "num_channels")},
+    needs={"model_type": "vit", "hidden_act": "gelu", "qkv_bias": True},
+    names={
+        "ends/class_token": "vit.embeddings.cls_token", "ends/positions": "vit.embeddings.position_embeddings",
+        "ends/patches/bias": "vit.embeddings.patch_embeddings.projection.bias",
+        "layer": "vit.encoder.layer.{layer}.", "qkv": "attention.attention.{part}", "parts": "query key value",
+        "attention/out": "attention.output.dense", "attention_norm": "layernorm_before",
+        "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "layernorm_after",
+        "ends/norm": "vit.layernorm", "ends/head": "classifier",
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,7 @@ class ViTConfig(EncoderConfig):
     patch_size: int = 16
     num_channels: int = 3
 
-    norms, names = "before", ("vit", "ViTForImageClassification")
-    keys = MappingProxyType(
-        {key: key for key in ("image_size", "patch_size", "num_channels")} | {"num_classes": "num_labels"}
-    )
-    fixed = MappingProxyType({"hidden_act": "gelu", "qkv_bias": True})
-    absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    row = ROW
 
     def __post_init__(self):
         super().__post_init__()
@@ -126,24 +128,12 @@ class ViT(Encoder):
         """Compute logits [B, O] in float32, without remat or parallelism."""
         return self.outputs(self.through(self.prefix({"images": images})))
 
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        return {}
-
     def weights_layout(self) -> dict[str, Any]:
         """Describe the parameters in `ViTForImageClassification`."""
-        c, tables, shapes = self.config, "vit.embeddings.", self.shapes
-        patch = tables + "patch_embeddings.projection"
+        c, table, name = self.config, super().weights_layout(), "vit.embeddings.patch_embeddings.projection.weight"
+        kept = table["download"]["config"] if c.download else {}
+        for key in ("id2label", "label2id") if len(kept.get("id2label") or ()) != c.num_classes else ():
+            kept.pop(key, None)  # they are of other classes
         kernel = [c.d_model, c.num_channels, c.patch_size, c.patch_size]  # of torch's convolution
-        labels = c.download.config.get("id2label") if c.download else None
-        others = ("id2label", "label2id") if labels and len(labels) != c.num_classes else ()  # of other classes
-        rows: list[dict[str, Any]] = [
-            {"name": tables + "cls_token", "leaf": "ends/class_token"},
-            {"name": tables + "position_embeddings", "leaf": "ends/positions"},
-            {"name": patch + ".weight", "leaf": "ends/patches/kernel", "transposed": True, "reshape": kernel},
-            {"name": patch + ".bias", "leaf": "ends/patches/bias"},
-            *layer_rows(c.block, NAMES, shapes),
-            *module_rows("vit.layernorm", "ends/norm", shapes),
-            *module_rows("classifier", "ends/head", shapes),
-        ]
-        return c.weights_layout(rows, download=c.download and c.download.table(without=others))
+        row = {"name": name, "leaf": "ends/patches/kernel", "transposed": True, "reshape": kernel}
+        return {**table, "tensors": [*table["tensors"], row]}

@@ -21,7 +21,7 @@ import jzero
 from jzero.planner import gpu_devices, memory
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
-from models.hub import config_from_hf
+from models.named import config_from_hf
 
 from .first import steps
 from .gpu import PEAK, measure

@@ -11,7 +11,7 @@ from models.bert import Bert, BertConfig
 from models.decoder import Decoder
 from models.gpt2 import GPT2, GPT2Config
 from models.llama import LlamaConfig
-from models.vocabulary import check_tokens
+from models.transformer import check_tokens
 
 SIZE = 16  # of the vocabulary; the embedding has 64 rows
 SETTINGS = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}

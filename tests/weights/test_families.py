@@ -70,7 +70,7 @@ EVERY_2 = {"decoder_sparse_step": 2, "mlp_only_layers": None}
 # family, keys of the download, changed fields, what is written
 KEPT = (
     ("qwen2_moe-every_2", {"mlp_only_layers": []}, CHANGES, {**EVERY_2, "mlp_only_layers": []}),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, {"num_layers": 2}, {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, {"num_layers": 2}, {"decoder_sparse_step": 2, "mlp_only_layers": [0]}),
     ("llama4", {"attn_temperature_tuning": 4}, CHANGES, {"attn_temperature_tuning": 4}),
     ("olmo3", {}, {"norm_eps": 1e-3}, {"rope_parameters": CASES["olmo3"].options["rope_parameters"]}),
     # Before the change, its heads do not divide its width.
