@@ -12,7 +12,6 @@ from jzero.model import stack_loss
 from models.llama import Llama, LlamaConfig
 
 GROUPED = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, rope_theta=1234.0)
-TIED = LlamaConfig(2, 32, 4, 4, 48, vocab_size=64, tied=True, norm_eps=1e-6)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16))
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from helpers.sampling import keep
 from launcher.jobs import Command
-from llamas import TIED, TOKENS, Net, One, engine, logits, model, refused, same, step
+from llamas import Net, One, engine, refused, same, step
 from safetensors.numpy import load_file
 
 import jzero
@@ -74,13 +74,8 @@ def test_shards(tmp_path, saved, capsys):
     sizes = [sum(x.nbytes for x in some.values()) for some in found.values()]
     assert sum(sizes) == index["metadata"]["total_size"]
     assert max(sizes) <= 20_000
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    back = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert back.dtype == torch.float32
-    with torch.no_grad():
-        there = back(torch.tensor(TOKENS)).logits.numpy()
-    assert abs(there).max() > 0.1
-    np.testing.assert_allclose(there, logits(model(), made.state.params), atol=1e-5, rtol=0)
+    back = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(out)
+    np.testing.assert_array_equal(back.lm_head.weight.detach(), made.state.params["ends"]["head"]["kernel"].T)
 
 
 def pipeline_module():
@@ -259,10 +254,10 @@ def half():
     return engine(Net(), zero=2, more={"fp16": {"enabled": True}})
 
 
-def test_names_dtypes_and_what_is_there_already(half, tmp_path):
+def test_names_dtypes_and_what_is_there_already(saved, half, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     (tmp_path / "a.safetensors").write_text("old")
-    engine(model(TIED), zero=2).save_16bit_model(tmp_path, "a.safetensors")
+    saved[1].save_16bit_model(tmp_path, "a.safetensors")
     assert (tmp_path / "config.json").read_text() == "mine"
     assert load_file(tmp_path / "a.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
     half.save_16bit_model(tmp_path, "half.safetensors")
@@ -296,19 +291,13 @@ def test_a_layer_at_a_time_is_gathered():
     assert gathered == {(1, 32, 2, 48)}
 
 
-def test_mistakes(half, tmp_path, monkeypatch):
+def test_mistakes(half, tmp_path):
     for name in ("pytorch_model.bin", "a/b.safetensors"):
         refused(
             lambda name=name: half.save_16bit_model(tmp_path, name), f"save_filename = '{name}': must be a name that"
         )
     (tmp_path / "file").write_text("x")
     refused(lambda: half.save_16bit_model(tmp_path / "file"), "cannot be written: File exists")
-
-    def fallocate(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    refused(lambda: half.save_16bit_model(tmp_path), "model.safetensors cannot be written: No space left on device")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
