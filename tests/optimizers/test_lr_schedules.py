@@ -132,27 +132,12 @@ def test_the_peak_of_a_warm_up_that_does_not_give_one(type, given):
     assert config.autos == (("scheduler.params.warmup_max_lr",) if given == "auto" else ())
 
 
-def test_auto_for_a_parameter_that_the_schedule_does_not_have():
-    params = {"total_num_steps": 40, "warmup_num_steps": 10, "warmup_max_lr": "auto"}
-    assert float(make_lr_schedule("WarmupCosineLR", params, 0.25).lr(1)) == 0.0
-    params = {"value": 0.5, "warmup_max_lr": "auto"}
-    assert float(make_lr_schedule("constant_schedule", params, 1.0).lr(1)) == 0.5
-
-
 def test_the_peak_is_reported_where_it_may_surprise():
     note = make_lr_schedule("WarmupLR", {"warmup_max_lr": None}, 0.25).notes[1]
     assert note == "WarmupLR: the rate warms up to the optimizer's lr 0.25; warmup_max_lr has no other"
     assert len(make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.25}, 0.25).notes) == 1
     decay = make_lr_schedule("WarmupDecayLR", {"total_num_steps": 1000}, 0.25)
     assert "0.001 overrides the optimizer's lr 0.25" in decay.notes[1]
-
-
-def test_constant_without_a_scheduler():
-    schedule = make_lr_schedule(None, {}, 0.125)
-    assert float(jax.jit(schedule.lr)(7)) == 0.125
-    assert schedule.notes == ()
-    assert schedule.lr(0).dtype == jnp.float32
-    assert lr_schedules.from_config(None, None) is None
 
 
 def test_optaxs_schedules():
