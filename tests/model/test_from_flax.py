@@ -73,34 +73,8 @@ def test_the_loss_gets_the_key_if_it_asks_for_one(loss, gets_key):
     assert model.loss(params, X, None)[1] is None
 
 
-class Stacked(nnx.Module):
-    """Ends around layers that nnx.vmap stacked."""
-
-    def __init__(self, rngs):
-        self.inner, self.outer = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(3))
-
-    def prefix(self, batch):
-        return self.inner(batch)
-
-    def suffix(self, x, batch):
-        return (self.outer(x) ** 2).mean()
-
-
-def test_a_module_with_a_stack():
-    model = jzero.from_flax(Stacked)
-    params = model.init(KEY)
-    x, kernel = X @ params["ends"]["inner"]["kernel"], params["stack"]["kernel"]  # the biases are zeros
-    assert (kernel[0] != kernel[1]).any()
-    for w in kernel:
-        x = x @ w
-    expected = ((x @ params["ends"]["outer"]["kernel"]) ** 2).mean()
-    np.testing.assert_allclose(model.loss(params, X, None), expected, rtol=1e-5)
-    assert model.module(params).stack.kernel.shape == (3, WIDTH, WIDTH)
-
-
 def test_losses_that_do_not_fit():
-    refuses(lambda: jzero.from_flax(Stacked, mean_square), "drop loss_fn")
+    refuses(lambda: jzero.from_flax(StackOfMasks, mean_square), "drop loss_fn")
     loss = lambda module, batch, *, temperature: module(batch).sum() / temperature  # noqa: E731
     refuses(lambda: jzero.from_flax(Late, loss), r"loss_fn requires temperature.*functools\.partial")
 
@@ -329,6 +303,8 @@ class Constants(linen.Module):
 
 jzero.from_flax(Stack)
 jzero.from_flax(Constants(), lambda m, x: m(x).mean(), example_batch=np.ones((2, 8), np.float32))
+layers = [*[jzero.LayerSpec(nnx.Linear, 8, 8)] * 2, linen.Dense(1)]
+jzero.PipelineModule(layers, loss_fn=lambda y, labels: y.sum(), example_batch=(np.ones((2, 8)), np.ones((2, 1))))
 assert not xla_bridge.backends_are_initialized()
 """
 

@@ -72,10 +72,6 @@ def test_refused_by_name(case):
     refused(call, *parts)
 
 
-def test_unrolled_layers_need_no_equal_checkpoints():
-    assert TWO.step(Decoder(8), pipeline=INTERVAL).setup.passes.facts.unrolled
-
-
 @pytest.mark.parametrize(
     ("case", "zero", "other"),
     [

@@ -1,9 +1,5 @@
 """PipelineModule: which layers are the stack, NNX and Linen layers, shared parameters, errors."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +14,6 @@ from helpers.layer_lists import (
     Residual,
     X,
     Y,
-    attend,
     close,
     linear,
     mean_square,
@@ -102,17 +97,6 @@ def test_which_layers_are_the_stack(layers, options, stack):
     assert hasattr(model, "prefix") == hasattr(model, "block") == hasattr(model, "suffix") == (stack is not None)
 
 
-def test_sum_and_count_and_trees():
-    """Activations, inputs and labels may be any tree; the loss (sum, count)."""
-    double = lambda x: {"h": x["h"] * 2, "pair": (x["pair"][0], x["h"].sum())}  # noqa: E731
-    model = pipeline(
-        lambda x: {"h": x[0], "pair": (x[1], 0.0)}, double, double,
-        loss_fn=lambda outputs, labels: (outputs["pair"][1] - labels["a"], outputs["pair"][0].sum()),
-    )  # fmt: skip
-    total, count = model.loss(model.init(KEY), ((np.ones(3), np.arange(4)), {"a": np.float32(1)}), None)
-    assert (total, count) == (2 * 3 - 1, 6)
-
-
 def test_boundaries():
     layers = [LayerSpec(nnx.Linear, 8, 64), jnp.tanh, LayerSpec(nnx.Linear, 64, 8), BLOCK]
     model = pipeline(*layers, num_stages=2, activation_checkpoint_interval=3)
@@ -120,49 +104,6 @@ def test_boundaries():
     assert model.boundaries(2) == [0, 2, 4]
     assert pipeline(*layers, partition_method="uniform").boundaries(3) == [0, 2, 3, 4]
     assert pipeline(*layers, partition_method="type:tanh|linear").boundaries(4) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_making_one_starts_no_backend():  # jax.distributed.initialize must come before it
-    code = """
-import numpy as np
-from flax import linen, nnx
-from jax._src import xla_bridge
-from jzero.pipeline.module import LayerSpec, PipelineModule
-layers = [LayerSpec(nnx.Linear, 3, 8), LayerSpec(nnx.Linear, 8, 8), LayerSpec(nnx.Linear, 8, 8), linen.Dense(1)]
-PipelineModule(layers, loss_fn=lambda o, l: (o - l).sum(), example_batch=(np.ones((2, 3)), np.ones((2, 1))))
-assert not xla_bridge.backends_are_initialized()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-class Bare(nnx.Module):
-    """No parameters, no `__init__`."""
-
-    def __call__(self, x):
-        return x.reshape(len(x), -1)
-
-
-class Options(nnx.Module):
-    def __init__(self, width, **options):
-        self.linear = nnx.Linear(width, width, **options)
-
-    def __call__(self, x):
-        return self.linear(x)
-
-
-def test_modules_with_and_without_a_place_for_rngs():
-    """In layers that are no stack."""
-    model = pipeline(LayerSpec(Bare), LayerSpec(Options, 3, use_bias=False), jnp.tanh, LayerSpec(nnx.Linear, 3, 2))
-    params = model.init(KEY)
-    assert shapes(params) == {"layers/1/linear/kernel": (3, 3), "layers/3/bias": (2,), "layers/3/kernel": (3, 2)}
-    layers = params["layers"]
-    hidden = jnp.tanh(X @ layers["1"]["linear"]["kernel"])
-    close(model.apply(params, 0, 3, X[:, None], None), hidden)
-    outputs = linear(layers["3"], hidden)
-    close(model.apply(params, 3, 4, hidden, None), outputs)
-    close(model.module(params)(X[:, None]), outputs)
-    close(model.loss(params, (X[:, None], Y), None), mean_square(outputs, Y))
 
 
 class Noisy(linen.Module):
@@ -262,15 +203,6 @@ def test_tied_weight_attr(attr):
     assert shapes(params) == {"layers/0/scale": (8,), "layers/1/bias": (16,), "tied/e/inner/embedding": (16, 8)}
     table = params["tied"]["e"]["inner"]["embedding"]
     close(model.module(params)(TOKENS), 2 * table[TOKENS] @ table.T + 1)
-
-
-def test_tied_linen():
-    layers = [TiedLayerSpec("e", linen.Embed, 16, 8, forward_fn=f) for f in (None, attend)]
-    model = pipeline(*layers, example_batch=(TOKENS, np.ones((2, 4, 16))))
-    params = model.init(KEY)
-    assert shapes(params) == {"tied/e/embedding": (16, 8)}
-    table = params["tied"]["e"]["embedding"]
-    close(model.module(params)(TOKENS), table[TOKENS] @ table.T)
 
 
 MISFIT = [LayerSpec(nnx.Linear, 3, 8), jnp.tanh, LayerSpec(nnx.Linear, 5, 2)]

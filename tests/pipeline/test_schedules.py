@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jzero.config.sections import SCHEDULE_NAMES
 from jzero.errors import ConfigError
-from jzero.pipeline.draw import draw_figure, draw_text
+from jzero.pipeline.draw import draw_figure
 from jzero.pipeline.schedules import forward_only, make_schedule, slots
 
 costs = st.tuples(*[st.floats(0.1, 10)] * 3)
@@ -198,26 +198,6 @@ def test_errors(arguments, problems):
 
 
 small = schedules(stages=5, micro_batches=13)
-
-
-@settings(max_examples=40, deadline=None)
-@given(small)
-def test_draw_text(schedule):
-    S, M, V = sizes(schedule)
-    title, *rows, ticks, legend = draw_text(schedule).splitlines()
-    assert title == repr(schedule)
-    assert len(rows) == S
-    assert len({tuple(i for i, c in enumerate(row) if c == "|") for row in [*rows, ticks]}) == 1
-    assert ticks.replace("|", "").split() == ["tick", *map(str, range(schedule.ticks))]
-    chunks = "abcd"[:V] if V > 1 else [""]
-    for stage, row in enumerate(rows):
-        assert row.startswith(f"stage {stage} |")
-        cells = [word for word in row.split("|", 1)[1].replace("|", "").split() if word != "·"]
-        assert sorted(cells) == sorted(
-            f"{work}{micro}{chunk}" for work in schedule.works for micro in range(M) for chunk in chunks
-        )
-    assert legend.startswith("F forward, B ")
-    assert ("W weight gradient" in legend) == ("W" in schedule.works)
 
 
 @settings(max_examples=3, deadline=None)
