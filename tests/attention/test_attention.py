@@ -21,7 +21,6 @@ from models.attention import attend, same_segment
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
-from models.rope import segment_positions
 
 B, S, H, K, C = 2, 9, 4, 2, 8
 Q, KEYS, VALUES = (np.random.default_rng(i).normal(size=(B, S, n, C)).astype("f4") for i, n in enumerate((H, K, K)))
@@ -63,16 +62,6 @@ def test_every_path():
         )
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), [("bfloat16", 1.5), ("float16", None)])
-def test_half_precision(dtype, softcap):
-    half = [jnp.asarray(x, dtype) for x in (Q, KEYS, VALUES)]
-    found = jax.jit(partial(attend, causal=True, softcap=softcap))(*half, same_segment(SEGMENTS))
-    assert found.dtype == dtype
-    seen = (AHEAD <= 0) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
-    expected = softmax_attention(*(np.asarray(x, "f4") for x in half), seen, softcap=softcap)
-    np.testing.assert_allclose(np.asarray(found, "f4"), expected, atol=0.03)
-
-
 def test_a_program_in_float16_outside_of_a_step():
     """JAX refuses to lower the products that its attention asks for in float16 for CPUs."""
 
@@ -91,29 +80,6 @@ CONFIG = DecoderConfig(
 
 def decoder(config):
     return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
-
-
-@pytest.mark.slow
-def test_packed_rows_of_a_decoder_with_windows():
-    """The logits of a packed document are those of the document alone."""
-    model = decoder(CONFIG)
-    params = model.init(jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(0, 64, (B, S))
-    packed = model.module(params)(tokens, jnp.asarray(SEGMENTS))
-    run = jax.jit(lambda tokens: model.module(params)(tokens))
-    for b, s in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
-        here = SEGMENTS[b] == s
-        alone = np.pad(tokens[b][here], (0, S - here.sum()))[None]  # the past does not see the padding
-        np.testing.assert_allclose(packed[b][here], run(alone)[0, : here.sum()], atol=2e-6)
-    whole = model.module(params)(tokens)
-    assert abs(whole - packed)[SEGMENTS > 1].max() > 1e-3
-    wide = decoder(dataclasses.replace(CONFIG, window=99)).module(params)(tokens)
-    assert abs(wide - whole)[:, 5:].max() > 1e-4
-
-
-def test_positions_of_segments():
-    expected = [[0, 1, 2, 0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5, 0, 1]]
-    assert segment_positions(jnp.asarray(SEGMENTS)).tolist() == expected
 
 
 # ------------------------------------------------------------------------------------------- the kernel
@@ -138,21 +104,6 @@ def test_what_the_kernel_gets(monkeypatch, S, rows):
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ((BF16, 256, 256), None),
-        ((BF16, 256, 128), "cuDNN's heads are at most 128 wide on this GPU, not 256"),
-        ((BF16, 100, 256), "cuDNN needs heads of a multiple of 8, not 100"),
-        ((BF16, 128, 256, 50.0), "cuDNN has no soft cap"),
-        ((F32, 128, 256), "cuDNN needs half precision"),
-        ((BF16, 128, 0), "cuDNN needs a GPU of compute capability 8.0 or newer"),
-    ],
-)
-def test_when_cudnn_can_be_used(arguments, why):
-    assert cudnn_obstacle(*arguments) == why
-
-
 def test_the_kernel_and_the_report(monkeypatch):
     def notes(**changes):
         return decoder(preset("tiny", **changes)).report_notes(BF16)
@@ -169,6 +120,7 @@ def test_the_kernel_and_the_report(monkeypatch):
     assert [kernel_for("auto", d, 128) for d in (BF16, jnp.dtype("float16"), F32)] == ["cudnn", "cudnn", "xla"]
     assert [kernel_for(name, F32, 128) for name in ("xla", "cudnn")] == ["xla", "cudnn"]
     assert kernel_for("auto", BF16, 128, softcap=50.0) == "xla"
+    assert cudnn_obstacle(BF16, 100, 256) == "cuDNN needs heads of a multiple of 8, not 100"
     assert notes() == ["attention kernel cudnn (attention='auto', bfloat16)"]
     assert kernel_note("auto", BF16, 32, 50.0) == capped
     assert notes(head_width=192)[0].endswith("bfloat16): cuDNN's heads are at most 128 wide on this GPU, not 192")
@@ -268,21 +220,6 @@ def test_jzero_attention_says_what_it_takes():
         jzero.attention(Q, KEYS[0], VALUES)
     with pytest.raises(ValueError, match=re.escape("value has shape (2, 9, 2, 12)")):
         jzero.attention(Q, KEYS, jnp.pad(VALUES, [(0, 0)] * 3 + [(0, 4)]))
-
-
-@pytest.mark.parametrize("window", [None, (3, 0)])
-def test_values_may_be_narrower_than_keys(window):
-    """The oracle: softmax of the scores in NumPy, as in latent attention, with values of 8 beside keys of 24."""
-    q, k, v = (
-        np.random.default_rng(i).normal(size=(2, 10, 4, n)).astype(np.float32) for i, n in enumerate((24, 24, 8))
-    )
-    scores = np.einsum("bshc,bthc->bhst", q, k) * 0.2
-    distance = np.arange(10)[:, None] - np.arange(10)
-    seen = (distance >= 0) & (distance <= (window[0] if window else 10))
-    weights = np.where(seen, np.exp(scores), 0)
-    expected = np.einsum("bhst,bthc->bshc", weights / weights.sum(-1, keepdims=True), v)
-    found = jzero.attention(*map(jnp.asarray, (q, k, v)), scale=0.2, is_causal=True, local_window_size=window)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_cudnn_takes_values_narrower_than_keys(monkeypatch):

@@ -13,12 +13,11 @@ import pytest
 from flax import nnx
 from helpers.offload import BF16, BOTH, CPU, OPTIMIZER, PARAM, on_host, run, scans
 from helpers.sampling import keep
-from layouts import LAYOUTS, Net, assert_same, batch, build, make_mesh, settings
+from layouts import LAYOUTS, Net, assert_same, batch, make_mesh, settings
 
 import jzero
 from jzero.checkpoint import async_save
 from jzero.checkpoint.checksums import checksums
-from jzero.checkpoint.reader import Checkpoint
 from jzero.distributed import heartbeat
 
 SIZE = 2 * 64 + 4 * (64 + 8)  # elements of Net
@@ -129,35 +128,6 @@ def test_the_watchdog_sees_a_save_until_it_is_complete(monkeypatch, tmp_path):
     monkeypatch.setattr(async_save, "_write", lambda *args: write(*args) or seen.append(heartbeat.pending()[0] > 0))
     engine.save_checkpoint(tmp_path)
     assert seen == [True]
-
-
-class Listed(nnx.Module):
-    """Layers that nobody stacked."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.slow
-def test_a_stack_of_listed_layers_is_read_into_host_memory(tmp_path, monkeypatch):
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **BOTH}
-    model = jzero.from_flax(Listed, lambda m, batch: ((m(batch["x"]) - batch["y"]) ** 2).mean(), stack="layers")
-    straight, resumed = (build(LAYOUTS["stage3"], model=model, zero_optimization=zero) for _ in range(2))
-    straight.train_batch(batch(0))
-    straight.save_checkpoint(tmp_path)
-    read, usual = [], Checkpoint.read
-    monkeypatch.setattr(Checkpoint, "read", lambda self, to: read.append(to) or usual(self, to))
-    resumed.load_checkpoint(tmp_path)
-    assert_same(resumed.state, straight.state)
-    kinds = {name: to.memory_kind for one in read for name, to in one.items() if "kernel" in name}
-    assert len(kinds) == 3 * 4
-    assert set(kinds.values()) == {"pinned_host"}
-    assert on_host(resumed.state.params) == sum(x.size for x in jax.tree.leaves(straight.state.params))
 
 
 def test_checksums_of_host_arrays_are_copied_to_the_devices():

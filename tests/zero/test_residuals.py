@@ -86,32 +86,6 @@ def kept(f, *args):
     return [v.aval.str_short() for v in fewest_bytes(program, program.outputs, [])]
 
 
-def halves(x):
-    a, b = jnp.split(jnp.sort(x), 2)
-    return a, b, a * b
-
-
-@pytest.mark.parametrize(
-    ("f", "expected"),
-    [
-        (lambda x: jnp.exp(jnp.sort(x).astype(jnp.bfloat16)), "bfloat16[8]"),  # the cast, half as wide
-        (lambda x: jnp.sort(jnp.exp(x)) * 2, "float32[8]"),
-        (halves, "float32[8]"),  # both as one array
-        (lambda x: jnp.split(jnp.sort(x), 2)[0], "float32[4]"),
-        (lambda x: jnp.sort(x) * jax.lax.reshape(2.0, (1,)), "float32[8]"),  # a view of a number
-    ],
-)
-def test_what_is_kept(f, expected):
-    assert kept(f, jnp.ones(8)) == [expected]
-
-
-def test_of_equal_bytes_the_last_is_kept_and_nothing_of_what_is_free():
-    program = Equations(jax.make_jaxpr(lambda x: jnp.exp(jnp.sort(x)))(jnp.ones(8)))
-    assert fewest_bytes(program, program.outputs, []) == program.outputs
-    program = Equations(jax.make_jaxpr(lambda x: (jnp.exp(x), x))(jnp.ones(8)))
-    assert fewest_bytes(program, program.outputs, program.inputs) == []
-
-
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.parametrize("length", [64, 65])
