@@ -164,13 +164,6 @@ def test_layers_that_became_a_stack(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 
-def test_initialize_takes_a_path(steps, tmp_path):
-    (tree, expected), step = values("deep"), steps["deep"]
-    path = str(standard(tmp_path / "saved", tree))
-    engine = jzero.initialize(model=step.model, config=step.config, params=path, mesh=step.mesh)[0]
-    np.testing.assert_array_equal(engine.state.params["stack"]["kernel"], expected["stack/kernel"])
-
-
 def test_leaves_that_do_not_fit_are_named_together(steps, tmp_path):
     tree = pure(values("deep")[0])
     tree["second"], tree["stack"]["kernel"] = tree.pop("first"), tree["stack"]["kernel"][:1]
