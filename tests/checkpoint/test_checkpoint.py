@@ -273,3 +273,10 @@ def test_other_mistakes(tmp_path):
     words = r"client_state is not JSON: <object object at .*> has type object"
     refuses(lambda: save(state(), tmp_path, "a", notes={"x": object()}), words)
     wait()
+
+
+def test_a_tree_with_a_branch_named_fp8_is_compared(tmp_path):
+    """Only a train state's histories of that name may be missing."""
+    save({"fp8": {"a": jnp.ones(3)}}, tmp_path, "one").wait()
+    like = {"fp8": {"b": jnp.ones(4)}}
+    refuses(lambda: restore(tmp_path, shardings(like), shapes=like), r"missing fp8/b \(4,\)")

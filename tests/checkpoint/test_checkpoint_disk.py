@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,21 @@ def test_a_save_whose_thread_dies(small_disk, monkeypatch, capfd, owner, name, f
     assert not (small_disk / "a.saving").exists()
     save(state(), small_disk, "a").wait()
     assert_same(restore(small_disk, shardings(state())), state())
+
+
+def test_a_rename_that_copies(tmp_path, monkeypatch):
+    """Some bucket mounts rename a directory by copying it: it is then another directory, and complete."""
+    rename = os.replace
+
+    def copying(old, new):
+        if not Path(old).is_dir():
+            return rename(old, new)
+        shutil.copytree(old, new)
+        shutil.rmtree(old)
+
+    monkeypatch.setattr(os, "replace", copying)
+    save(state(), tmp_path / "runs", "a").wait()
+    assert_same(restore(tmp_path / "runs", shardings(state())), state())
 
 
 @pytest.mark.parametrize(("place", "words"), [("file/below", "Not a directory"), ("/proc/none", "cannot be written")])
