@@ -36,9 +36,3 @@ def test_two_gathers_a_layer_for_two_inputs_kept(monkeypatch, layout):
     rows = ROWS // layout.get("zero", 1)
     saved = 2 * LAYERS * rows * LENGTH * WIDTH * 4
     assert before[2] - after[2] == pytest.approx(saved, rel=0.15)
-
-
-def test_nothing_is_gathered_again_without_the_axis():
-    for degrees, again in (({"tensor": 2}, True), ({"zero": 2}, False)):
-        step = make_step("nnx", more={"tensor_parallel": {"regather": True}}, **degrees)
-        assert step.setup.passes.facts.remat.again == again

@@ -57,17 +57,6 @@ def test_a_sequence_that_context_does_not_divide():
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_evaluation_and_prediction():
-    steps = make_step("linen", tensor=2, zero=2, stage=3), make_step("linen", dimensions={})
-    states = [step.init(jax.random.key(0), initial("linen")) for step in steps]
-    batch = batches()[0]
-    found, known = (step.evaluate(state, batch) for step, state in zip(steps, states, strict=True))
-    np.testing.assert_allclose(found, known, rtol=1e-6)
-    found, known = (step.predict(state, batch["inputs"]) for step, state in zip(steps, states, strict=True))
-    np.testing.assert_allclose(found, known, rtol=1e-4, atol=1e-5)
-
-
 def test_deepspeeds_names():
     assert jzero.make_mesh({"pipeline": {"stages": 4}}).shape["pipe"] == 4
     mesh = jzero.make_mesh({"train_batch_size": 8, "sequence_parallel_size": 2})

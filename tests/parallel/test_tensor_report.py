@@ -19,7 +19,7 @@ import jzero
 from jzero.planner.traced_operations import moves
 from jzero.run.run_report import step_report
 
-DEVICES, LAYERS = jax.devices(), 2
+LAYERS = 2
 ACTIVATION = BATCH * SEQUENCE * WIDTH * 4
 TOKENS = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
 

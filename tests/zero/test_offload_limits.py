@@ -19,7 +19,7 @@ from helpers.refusals import refused
 from layouts import LAYOUTS, Net, settings
 
 import jzero
-from jzero.distributed import joining
+from jzero.distributed import host_collectives, joining
 from jzero.distributed.machine import memory_gb
 from jzero.layout import offload
 from jzero.planner import gpu_devices, memory
@@ -153,6 +153,13 @@ def test_more_host_memory_than_jax_may_pin(monkeypatch, mesh):
     offload.check_pinned(45 * 2**30, mesh)
     parts = f"on host {socket.gethostname()} takes 91 GiB, and 90 may be pinned", "use more hosts, or lower"
     refused(lambda: offload.check_pinned(91 * 2**29, mesh), *parts)
+
+
+def test_no_process_goes_on_when_another_host_has_less_memory(monkeypatch, mesh):
+    """Another process's error, as the coordination service passes it on, ends this one too."""
+    less = "lasting:{}: host b has less"
+    monkeypatch.setattr(host_collectives, "share_problem", lambda topic, own: own or less.format(topic))
+    refused(lambda: offload.check_pinned(1, mesh), "pinned memory: host b has less")
 
 
 V1, BYTES = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
