@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jzero.kernels.fp8 import matmul
 from jzero.kernels.fp8.delayed_scaling import bound, zero_counts
 from jzero.kernels.fp8.matmul import cast_pair, fp8_dot_general, identity
-from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, amax, cast8, quantize_weight, scale_of
+from jzero.kernels.fp8.quantized import E4M3, E5M2, GRADIENTS, cast8, quantize_weight, scale_of
 from jzero.kernels.fusion.chains import form_of
 from jzero.tracing.equations import operations
 
@@ -105,9 +105,9 @@ def test_three_products_of_rounded_factors(order, fp8_format):
     assert np.linalg.norm(np.asarray(db, np.float64) - exact) > 2 * BF16 * np.linalg.norm(exact)  # the test can fail
 
 
-@pytest.mark.parametrize("letters", [PLAIN, "tk,nk->tn"])
-def test_a_product_by_known_scales(letters):
+def test_a_product_by_known_scales():
     """Both maxima come out as if they were a gradient."""
+    letters = ORDERS["x w^T"]
     x, w, g = factors(letters)
     x = x.at[3, 4].set(700.0)  # 448 / 4 is the largest number at this scale
     known = {"x": 4.0, "g": 2.0**20, "w": 2.0**12}
@@ -124,9 +124,7 @@ def test_a_product_by_known_scales(letters):
     *found, counts = both(g, x, jnp.zeros_like(w), zero_counts())
     x8, w8, g8 = rounded(x, E4M3, known["x"]), rounded(w, E4M3, known["w"]), rounded(g, E5M2, known["g"])
     assert np.abs(x8).max() == 112
-    w8 = w8 if letters == PLAIN else w8.T
-    dw = x8.T @ g8 if letters == PLAIN else g8.T @ x8
-    for one, expected in zip(found, (x8 @ w8, g8 @ w8.T, dw), strict=True):
+    for one, expected in zip(found, (x8 @ w8.T, g8 @ w8, g8.T @ x8), strict=True):
         close(one, expected)
     largest = [np.abs(np.asarray(v, np.float64)).max() for v in (x, g)]
     np.testing.assert_array_equal(bound(counts), 2.0 ** (np.floor(np.log2(largest)) + 1))
@@ -170,15 +168,6 @@ def test_what_is_not_finite_ends_as_nan(where, value):
         assert bool(jnp.isnan(result).all()) == (where in of)
 
 
-@pytest.mark.parametrize("value", [-np.inf, np.nan])
-def test_the_largest_element_is_not_finite(value):
-    """A maximum of floating-point numbers may drop NaN."""
-    x = jnp.ones((64, 256)).at[1, 2].set(value)
-    assert not np.isfinite([amax(x), amax(jnp.ones((64, 256)), x)]).any()
-    np.testing.assert_array_equal(np.isfinite(amax(x, axis=(1,))), np.arange(64) != 1)
-    np.testing.assert_array_equal(amax(-x[2:], axis=(0, 1)), 1)
-
-
 def test_a_weight_used_otherwise_is_the_rounded_one_with_its_gradient():
     _, w, _ = factors(PLAIN)
     stored = quantize_weight(w.astype(jnp.float32), (), jnp.bfloat16, E5M2)
@@ -200,35 +189,22 @@ def test_gradients_are_summed_exactly():
 # ---------------------------------------------------------------- casts
 
 
-def swiglu(a, b):
-    return [a * jax.nn.sigmoid(a) * b]
-
-
 def both(a, b, g):
     return [a * g, b + g]
 
 
 def by_numpy(f, parts):
-    a, *rest = parts
-    if f is swiglu:
-        return [a / (1 + np.exp(-a)) * rest[0]]
-    return [a] if f is identity else [a * rest[1], rest[0] + rest[1]]
+    return parts if f is identity else [parts[0] * parts[2], parts[1] + parts[2]]
 
 
 @pytest.mark.parametrize(
     ("kernel", "f", "dtype"),
-    [
-        (True, identity, E4M3),
-        (True, swiglu, E5M2),
-        (True, both, E4M3),
-        (False, identity, E5M2),
-        (False, both, E4M3),
-    ],
+    [(True, identity, E4M3), (True, both, E5M2), (False, both, E4M3)],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_cast_its_transpose_and_its_largest_element(kernel, f, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
-    rng, parts, scale = np.random.default_rng(0), {identity: (1,), swiglu: (2,), both: (2, 1)}[f], jnp.float32(4)
+    rng, parts, scale = np.random.default_rng(0), {identity: (1,), both: (2, 1)}[f], jnp.float32(4)
     xs = [jnp.asarray(rng.normal(size=(64, p, 256)), jnp.bfloat16) for p in parts]
     xs[0] = xs[0].at[33, 0, 200].set(300.0)  # out of e4m3's range at this scale
     expected = np.concatenate(by_numpy(f, [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]), 1)
@@ -242,9 +218,6 @@ def test_a_cast_its_transpose_and_its_largest_element(kernel, f, dtype, monkeypa
         x8, transposed = (np.asarray(x, np.float32) for x in found[:2])
         np.testing.assert_array_equal(transposed, x8.T)
         clipped = np.clip(expected * 4, -MOST[dtype], MOST[dtype]).astype(TYPES[dtype]).astype(np.float32)
-        # exp differs in float32's last digits, so that a number on a border may be rounded to the other side
-        apart = np.mean(x8 != clipped)
-        assert apart == 0 if f is not swiglu else apart < 1e-3
-        np.testing.assert_allclose(x8, clipped, rtol=0.26, atol=1e-6)  # neighbours in e5m2 are up to a quarter apart
+        np.testing.assert_array_equal(x8, clipped)
         if with_amax:
             assert float(found[2]) == pytest.approx(np.abs(expected).max(), rel=1e-6)

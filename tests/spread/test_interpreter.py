@@ -4,7 +4,6 @@ An operation runs as its plain function does, and on shards in its own way. Of a
 the group holds its part of what the plain collective gives.
 """
 
-import inspect
 from itertools import product
 
 import jax
@@ -18,42 +17,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jzero
-from jzero.spread import ModelGroup, MovedArray, ShardedArray, spread
+from jzero.spread import ModelGroup, ShardedArray, spread
 
 RNG = np.random.default_rng(0)
-COLUMNS, ROWS = ((None, 1), True), ((None, 0), True)
-SEQUENCE = ((None, 1), False)
 
 
 def normal(*shape):
     return RNG.normal(size=shape).astype(np.float32)
-
-
-def feed_forward(x, up, down):
-    h = jnp.tanh(x @ up)
-    return x + h @ down
-
-
-LINE = inspect.getsourcelines(feed_forward)[1]
-
-
-def test_a_feed_forward_layer_moves_what_megatrons_does():
-    """Sequence parallelism falls out: one all-gather into the layer, one reduce-scatter out of it."""
-    group = check(feed_forward, [normal(2, 8, 4), normal(4, 8), normal(8, 4)], [SEQUENCE, COLUMNS, ROWS])
-    assert group.traced.moves[:2] == [
-        MovedArray("all-gather", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 1}", "dot_general"),
-        MovedArray("reduce-scatter", "b", (2, 8, 4), f"test_interpreter.py:{LINE + 2}", "add"),
-    ]
-    assert not group.traced.fallbacks
-
-
-def test_queries_keys_and_values_share_one_gather():
-    def three(x, q, k, v):
-        return x @ q * (x @ k) + x @ v
-
-    group = check(three, [normal(2, 8, 4), *(normal(4, 8) for _ in range(3))], [SEQUENCE, COLUMNS, COLUMNS, COLUMNS])
-    first = group.traced.moves[: len(group.traced.moves) // 2]
-    assert [move.kind for move in first if move.primitive] == ["all-gather"]
 
 
 def test_a_primitive_without_a_rule_runs_on_whole_arrays_and_is_listed():
