@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
 from helpers.cuda import on_gpu
 from helpers.programs import h100s, pairs, traced
 from helpers.sampling import keep
@@ -83,7 +82,6 @@ CHAINS = {
     "halves in float16": (halves, (X, (K, 2 * F), DOWN), jnp.float16),
     "halves of two": (halves, ((3, 2, K), (K, 2 * F), DOWN), jnp.bfloat16),  # the length is the number of parts, too
     "beside": (beside, (X, (K, 2, F), DOWN), jnp.bfloat16),
-    "gelu": (gelu, GELU, jnp.bfloat16),
     "biased": (biased, BIASED, jnp.bfloat16),
     "biased exact": (biased_exact, BIASED, jnp.float16),
     "two biases": (
@@ -122,13 +120,14 @@ def test_values_and_gradients_against_float64(name):
     f, shapes, dtype = CHAINS[name]
     args, (g,) = numbers(*shapes, dtype=dtype), numbers(shapes[0], dtype=dtype, seed=1)
     assert "custom_vjp_call" in primitives(fused(f), *args)  # else this compared a function with itself
-    found = gradients(fused(f), args, g)
+    exact = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})  # it rounds where f does
+    found, unfused = (exact(partial(gradients, run))(args, g) for run in (fused(f), f))
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*args, g)]
         expected = jax.jit(partial(gradients, f))(wide[:-1], wide[-1])
-    for a, unfused, b in zip(found, gradients(f, args, g), expected, strict=True):
+    for a, rounded, b in zip(found, unfused, expected, strict=True):
         assert a.dtype == dtype
-        assert distance(a, b) <= min(2 * BF16, distance(unfused, b))  # fewer results are rounded
+        assert distance(a, b) <= min(2 * BF16, distance(rounded, b))  # fewer results are rounded
 
 
 def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
@@ -166,19 +165,6 @@ def test_a_product_of_one_row_is_no_part():
     trace = jax.make_jaxpr(conditioned)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     assert not Chains(trace.jaxpr, plain=True).of
     assert len(Chains(trace.jaxpr).of) == 1
-
-
-def test_layers_of_flax_are_found():
-    """Two linear layers with biases, as they are: no pass over the hidden layer is left outside of the chain."""
-    x, layer = numbers(X)[0], partial(linen.Dense, param_dtype=jnp.bfloat16)
-    weights = layer(F).init(jax.random.key(0), x), layer(K).init(jax.random.key(1), jnp.ones((1, F), jnp.bfloat16))
-
-    def f(weights, x):
-        hidden = linen.gelu(layer(F).apply(weights[0], x), approximate=False)
-        return layer(K).apply(weights[1], hidden)
-
-    wide = [eqn for eqn in jax.make_jaxpr(fused(f))(weights, x).eqns if eqn.outvars[0].aval.size == 2 * M * F]
-    assert [eqn.primitive.name for eqn in wide if eqn.primitive.name != "reshape"] == ["dot_general"]
 
 
 def on_a_group(f):
@@ -274,7 +260,7 @@ def test_what_is_not_between_two_products_alone_is_left_alone(name):
     def scalar(run):
         return lambda args: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(run(*args)))
 
-    found, expected = (jax.value_and_grad(scalar(run))(args) for run in (fused(f), f))
+    found, expected = (jax.jit(jax.value_and_grad(scalar(run)))(args) for run in (fused(f), f))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 

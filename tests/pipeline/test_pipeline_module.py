@@ -70,6 +70,18 @@ def test_every_layer_starts_as_its_own_spec_says():
         np.testing.assert_allclose(model.init(KEY)["stack"]["kernel"][1], kernel, rtol=1e-6)
 
 
+class Bare(nnx.Module):
+    """No parameters, no `__init__`."""
+
+    def __call__(self, x):
+        return x.reshape(len(x), -1)
+
+
+class Options(nnx.Module):
+    def __init__(self, **options):
+        self.linear = nnx.Linear(8, 8, **options)
+
+
 CONV = LayerSpec(linen.Conv, 3, (3, 3), strides=2)
 
 
@@ -82,6 +94,7 @@ CONV = LayerSpec(linen.Conv, 3, (3, 3), strides=2)
         ([LayerSpec(nnx.Linear, 2, 2)] * 3 + [LayerSpec(nnx.Linear, 2, 8), BLOCK, BLOCK], {}, range(4, 6)),
         ([BLOCK, jnp.tanh, BLOCK, jnp.tanh], {}, None),
         ([LayerSpec(nnx.Dropout, 0.5)] * 5, {}, None),  # no parameters
+        ([LayerSpec(Bare), LayerSpec(Options), LayerSpec(Options)], {}, range(1, 3)),
         ([TiedLayerSpec("k", nnx.Linear, 8, 8)] * 4 + [BLOCK] * 2, {}, range(4, 6)),  # tied parameters count once
         ([LayerSpec(Residual, 8, 0.1), LayerSpec(Residual, 8, 0.2)], {}, None),  # another graph
         ([LayerSpec(nnx.Linear, 8, 8, param_dtype=jnp.bfloat16), BLOCK], {}, None),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import three_calls
 from helpers.layer_lists import batch_of_layers, layers
 from helpers.offload import scans
 from helpers.pipelines import (
@@ -29,7 +28,6 @@ from helpers.pipelines import (
 from helpers.reference import ADAMW, assert_bitwise, place
 from helpers.sampling import keep, some
 
-import jzero
 from jzero.planner import memory
 from jzero.run.run_report import report
 from jzero.tree import named as named_leaves
@@ -154,47 +152,6 @@ def test_evaluate_and_micro_loss(case):
         losses.append([step.evaluate(state, batch), step.evaluate(state, part), step.micro_loss(state, part, 1)])
     np.testing.assert_allclose(*losses, rtol=BOUND)
     assert abs(losses[0][1] / losses[0][2] - 1) > 1e-3
-
-
-@pytest.mark.slow
-def test_the_three_call_loop_is_train_batch():
-    case = Case("interleaved", 2, 2, 3, 2, chunks=2)
-    noisy, config, engines = model(Dropout, case.layers), case.config(optimizer=ADAMW), []
-    for _ in range(2):
-        mesh = jzero.make_mesh(config, devices=case.devices)
-        engines.append(jzero.initialize(model=noisy, config=config, mesh=mesh)[0])
-    one, three = engines
-    for seed in range(2):
-        parts = [batch_of(case._replace(micro=1), 10 * seed + i) for i in range(case.micro)]
-        loss = one.train_batch(iter(parts))
-        losses = [float(loss) for loss in three_calls(three, parts)]
-        counts = [(part["labels"] >= 0).sum() for part in parts]
-        np.testing.assert_allclose(np.average(losses, weights=counts), loss, rtol=BOUND)
-    assert_bitwise((one.state.params, one.state.opt_state), (three.state.params, three.state.opt_state))
-
-
-def train(model, case, steps, **more):
-    step = case.step(model, optimizer=ADAMW, **more)
-    state, metrics = step.init(jax.random.key(0)), []
-    for seed in range(steps):
-        state, m = step(state, batch_of(case, seed))
-        metrics.append(jax.device_get(m))
-    return metrics
-
-
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
-HALVES = [(Llama, Case("1f1b", 2, 4, 2, 2), {"bf16": {"enabled": True}}), (Decoder, Case("1f1b", 2, 3, 1, 2), FP16)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "case", "precision"), HALVES, ids=["bf16", "fp16"])
-def test_twelve_steps_stay_together(kind, case, precision):
-    """In fp16 from a loss scale at which the gradients overflow down to one at which they do not."""
-    runs = [train(model(kind, case.layers), c, 12, **precision) for c in (case, case.unpipelined)]
-    np.testing.assert_allclose(*([m["loss"] for m in metrics] for metrics in runs), rtol=1e-2)
-    skipped, others = ([bool(m["skipped"]) for m in metrics] for metrics in runs)
-    assert skipped == others
-    assert (skipped[0], skipped[-1]) == ("fp16" in precision, False)
 
 
 def test_a_step_that_overflows_changes_nothing():
