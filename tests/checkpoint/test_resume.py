@@ -113,22 +113,6 @@ def test_the_global_batch_stays(now, replicas, former, expected):
         assert config.batch(replicas, former)[:3] == expected
 
 
-@pytest.mark.slow
-def test_fewer_devices_keep_the_global_batch(tmp_path):
-    sizes = None, 2, 2
-    eight = sized(8, *sizes, training_data=data())
-    straight = [float(eight.train_batch()) for _ in range(2)]
-    eight.save_checkpoint(tmp_path)
-    straight += [float(eight.train_batch()) for _ in range(2)]
-    losses = []
-    for place in (tmp_path, tmp_path / "4"):  # and restarted there
-        fewer = sized(4, *sizes, training_data=data(), resume=place)
-        assert fewer.get_batch_info() == (32, 2, 4)
-        losses.append(float(fewer.train_batch()))
-        fewer.save_checkpoint(tmp_path / "4")
-    np.testing.assert_allclose(losses, straight[2:], rtol=1e-6)
-
-
 def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     """A config that names the global batch is right, one that does not has the checkpoint's."""
     engine = sized(2, 32, 2, 8)

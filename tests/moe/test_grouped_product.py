@@ -81,31 +81,6 @@ def test_sums_are_float32():
         grouped_dot(x.astype(jnp.float32), w, jnp.array([8], jnp.int32))
 
 
-def test_in_a_manual_region_a_scan_and_a_checkpoint():
-    x, w, sizes, dy = operands(24, 8, 8, [3, 0, 14, 7])
-
-    def layers(x, w):
-        layer = jax.checkpoint(lambda x, _: (jnp.tanh(grouped_dot(x, w, sizes)), None))
-        return lax.scan(layer, x, None, length=3)[0]
-
-    def plain(x, w):
-        expert = np.repeat(np.arange(4), np.asarray(sizes))
-        for _ in range(3):
-            x = jnp.tanh(jnp.einsum("td,tdf->tf", x, w[expert]))
-        return x
-
-    def gradients(f, x, w):
-        y, pullback = jax.vjp(f, x, w)
-        return y, *pullback(dy)
-
-    mesh, whole = Mesh(np.array(jax.devices()[:2]), ("zero",)), PartitionSpec()
-    mapped = jax.shard_map(
-        functools.partial(gradients, layers), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
-    )
-    for found, wanted in zip(jax.jit(mapped)(x, w), gradients(plain, x, w), strict=True):
-        assert difference(found, np.asarray(wanted)) < 1e-6
-
-
 @pytest.mark.parametrize(("policy", "products"), [("matmuls", 3), ("full", 4)])
 def test_checkpoints_keep_it_as_a_product_with_weights(policy, products):
     x, w, sizes, _ = operands(24, 8, 6, [3, 0, 14, 7])

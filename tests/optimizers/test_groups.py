@@ -20,7 +20,6 @@ import jzero
 from jzero.errors import ConfigError
 from jzero.optimizers import make_groups, make_optimizer
 from jzero.optimizers.lr_schedules import make_lr_schedule
-from jzero.planner.state_bytes import state_bytes
 from jzero.tree import named
 from models.llama import Llama, LlamaConfig
 
@@ -99,16 +98,6 @@ def test_training_is_that_of_optax(stage, pipe):
         np.testing.assert_allclose(x, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
     _, metrics = step(state, batches("decoder")[0])
     assert float(metrics["lr"]) == pytest.approx(rate(STEPS))  # the base rate
-
-
-def test_the_state_is_that_without_groups():
-    """The same leaves, sharding and bytes: what the planner counts, and what a checkpoint names."""
-    step, plain = make(3), make(3, groups=[], word=None)
-    assert jax.tree.structure(step.state_shapes) == jax.tree.structure(plain.state_shapes)
-    assert step.state_specs == plain.state_specs
-    assert state_bytes(step) == state_bytes(plain)
-    moments = optax.tree.get(step.state_specs.opt_state, "mu")
-    assert moments["stack"]["w"] == step.state_specs.params["stack"]["w"] != jax.sharding.PartitionSpec()
 
 
 @pytest.mark.slow

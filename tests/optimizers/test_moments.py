@@ -97,9 +97,8 @@ def test_large_moments_are_in_fp8_and_the_others_in_float32():
     assert {x.dtype for x in params.values()} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(3, "bf16"), (2, "fp8")])
-def test_a_step_again_rounds_the_same_and_the_next_one_anew(stage, dtype):
-    step = shared_step(stage, dtype)
+def test_a_step_again_rounds_the_same_and_the_next_one_anew():
+    step = shared_step(3, "bf16")
     state = step.init(jax.random.key(0))
     first, again, later = (
         step(dataclasses.replace(jax.tree.map(jnp.copy, state), step=state.step + i), BATCH)[0].opt_state
@@ -310,28 +309,16 @@ def test_without_random_bits_the_nearest_number_and_each_layer_has_a_scale():
         assert (decoded(*nearest(layer, False)) == of_layer).all()
 
 
-def test_arrays_and_steps_have_bits_of_their_own():
-    x = jnp.full((64, 64), 1 + 1 / 256, jnp.float32)  # in the middle of two numbers
-    first, *others = (
-        to_16_bits(x, key, *numbers)
-        for key, *numbers in [(KEY,), (KEY, 1), (KEY, 0, 1), (KEY, 0, 2), (jax.random.fold_in(KEY, 1),)]
-    )
-    for other in others:
-        assert 0.45 < float((first == other).mean()) < 0.55
-    for rows in (first, first.T):  # nor do neighbours in one dimension go together
-        assert 0.45 < float((rows[1:] == rows[:-1]).mean()) < 0.55
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2])
 def test_moments_and_parameters_have_random_bits_of_their_own(dtype):
-    """Two parameters with one gradient: four moments whose numbers lie in the middle of two."""
+    """Two parameters with one gradient: six moments whose numbers lie in the middle of two."""
     params = {"a": jnp.zeros(MANY), "b": jnp.zeros(MANY)}
     middle, top = (1.125, 1.25) if dtype == jnp.float8_e5m2 else (1 + 1 / 256, 1 + 1 / 128)
     grads = jax.tree.map(lambda x: x.at[:].set(middle).at[0].set(top), params)
-    tx = in_fp32(optax.chain(optax.trace(0.5), optax.trace(0.5)), state_format(dtype))
+    tx = in_fp32(optax.chain(*[optax.trace(0.5)] * 3), state_format(dtype))
     _, state = tx.update(grads, tx.init(params), params, rounding=KEY)
     found = jax.tree.leaves(getattr(state, "codes", state))
-    assert [x.dtype for x in found] == [dtype] * 4
+    assert [x.dtype for x in found] == [dtype] * 6
     for i, x in enumerate(found):
         assert 0.45 < float((x == x[1:].max()).mean()) < 0.55
         for other in found[:i]:
