@@ -21,7 +21,6 @@ from jzero.planner.state_bytes import names_in_fp8, state_bytes
 from jzero.run.run_report import report
 
 TOKENS = {name: jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32) for name in ("inputs", "labels")}
-KERNELS = {f"stack/{name}/kernel" for name in ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")}
 
 
 class Uses:
@@ -81,7 +80,6 @@ def test_weights_used_for_nothing_but_products():
 
 def test_layers_of_models():
     """The head is a product of 64 columns, and a tied embedding is looked up; experts have grouped products."""
-    assert chosen(min_size=32).names == KERNELS
     found = chosen("mixture", exclude=["qkv"])
     assert found.names == {"stack/attention/out/kernel"}
     assert found.others["stack/attention/qkv/kernel"] == "excluded"
@@ -135,11 +133,6 @@ def test_what_is_refused(given, message):
     assert "\n" not in refuses(lambda: step_of(**given).trace(TOKENS), f"^{message}")
 
 
-def test_a_section_that_says_nothing_is_off():
-    step_of(more={"fp8": {"recipe": "delayed", "exclude": ["down"], "enabled": False}})
-    step_of(more={"fp8": {}})
-
-
 def test_the_report_lists_both():
     step = step_of(exclude=["down"])
     assert "\nfp8\n" not in report(step)
@@ -156,15 +149,13 @@ def test_the_report_lists_both():
         assert words in text
 
 
-@pytest.mark.parametrize(("name", "same"), [("llama", True), ("mixture", False)])
-def test_bytes_of_a_plan_before_and_after_the_trace(name, same):
+def test_bytes_of_a_plan_before_and_after_the_trace():
     """Before it every matrix that is large enough counts; a mixture's experts are found out by the trace."""
-    step, plain = (step_of(name, degrees={"zero": 2}, stage=2, enabled=on) for on in (True, False))
+    step, plain = (step_of("mixture", degrees={"zero": 2}, stage=2, enabled=on) for on in (True, False))
     before = names_in_fp8(step), state_bytes(step).parameters
     step.trace(TOKENS)
     after = names_in_fp8(step), state_bytes(step).parameters
-    assert (before == after) == same
-    assert before[0] >= after[0]
+    assert before[0] > after[0]
     leaves = {leaf.name: int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(step.layouts)}
     assert names_in_fp8(plain) == frozenset()
     assert state_bytes(plain).parameters - after[1] == sum(leaves[name] for name in after[0])

@@ -132,6 +132,13 @@ def test_the_peak_of_a_warm_up_that_does_not_give_one(type, given):
     assert config.autos == (("scheduler.params.warmup_max_lr",) if given == "auto" else ())
 
 
+def test_auto_for_a_parameter_that_the_schedule_does_not_have():
+    params = {"total_num_steps": 40, "warmup_num_steps": 10, "warmup_max_lr": "auto"}
+    assert float(make_lr_schedule("WarmupCosineLR", params, 0.25).lr(1)) == 0.0
+    params = {"value": 0.5, "warmup_max_lr": "auto"}
+    assert float(make_lr_schedule("constant_schedule", params, 1.0).lr(1)) == 0.5
+
+
 def test_the_peak_is_reported_where_it_may_surprise():
     note = make_lr_schedule("WarmupLR", {"warmup_max_lr": None}, 0.25).notes[1]
     assert note == "WarmupLR: the rate warms up to the optimizer's lr 0.25; warmup_max_lr has no other"

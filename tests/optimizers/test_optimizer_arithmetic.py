@@ -272,6 +272,16 @@ def test_weight_decay_of_one_group(name, base):
     assert not {"optax.muon", "prodigy", "radam", "novograd"} & {*DECAYING}  # they have none, or no mask
 
 
+def test_a_mask_over_the_layers_of_a_stack():
+    without = {"match": "stack/w|head", "weight_decay": 0.0}
+    ours, _ = train(grouped("optax.lamb", {"weight_decay": 0.1}, without, stacked=STACKED), tree(0), grads())
+    plain = {decay: call("optax.lamb", schedule().lr, weight_decay=decay) for decay in (0.0, 0.1)}
+    for decay, name in ((0.0, "w"), (0.1, "up")):
+        w, *gs = (t["stack"][name][1] for t in (tree(0), *grads()))
+        assert_close(ours["stack"][name][1], train(plain[decay], w, gs)[0])
+    assert_close(ours["head"], train(plain[0.0], tree(0)["head"], [g["head"] for g in grads()])[0])
+
+
 @pytest.mark.parametrize(
     ("name", "theirs", "ours"),
     [

@@ -6,6 +6,7 @@ from helpers import tensor_models
 from helpers.refusals import refused
 
 import jzero
+from jzero.config import Config
 from jzero.tree import named
 
 COLUMN = {"patterns": [r".*\.up\.weight$"], "partition_type": "column"}
@@ -115,3 +116,11 @@ def test_both_tables_or_neither_axis():
     table = {"tensor_parallel": {"partition_config": {"layer_specs": [COLUMN]}}}
     no_axis = "tensor_parallel.partition_config: does nothing on a mesh with tensor 1"
     refused(lambda: tensor_models.make_step("nnx", zero=2, more=table), no_axis)
+
+
+def test_what_asks_for_nothing_and_defaults():
+    defaults = {"use_default_specs": True, "lm_head_patterns": ["lm_head", "embed_out"], "embedding_partition_dim": 1}
+    for section in ({**defaults, "tp_size": 1, "strict_mode": False, "layer_specs": []}, None):
+        assert repr(Config.load({"tensor_parallel": {"partition_config": section}})) == "Config()"
+    config = Config.load({"tensor_parallel": {"partition_config": {"layer_specs": [COLUMN | {"gather_output": True}]}}})
+    assert Config.load({"tensor_parallel": config.tensor_parallel}) == config

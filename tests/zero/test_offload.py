@@ -13,11 +13,13 @@ import pytest
 from flax import nnx
 from helpers.offload import BF16, BOTH, CPU, OPTIMIZER, PARAM, on_host, run, scans
 from helpers.sampling import keep
+from jax.sharding import NamedSharding, PartitionSpec
 from layouts import LAYOUTS, Net, assert_same, batch, make_mesh, settings
 
 import jzero
 from jzero.checkpoint import async_save
 from jzero.checkpoint.checksums import checksums
+from jzero.checkpoint.snapshot import layer_sharding
 from jzero.distributed import heartbeat
 
 SIZE = 2 * 64 + 4 * (64 + 8)  # elements of Net
@@ -128,6 +130,11 @@ def test_the_watchdog_sees_a_save_until_it_is_complete(monkeypatch, tmp_path):
     monkeypatch.setattr(async_save, "_write", lambda *args: write(*args) or seen.append(heartbeat.pending()[0] > 0))
     engine.save_checkpoint(tmp_path)
     assert seen == [True]
+
+
+def test_layers_of_a_listed_stack_are_read_into_host_memory():
+    to = NamedSharding(jzero.make_mesh(), PartitionSpec(None, "zero"), memory_kind="pinned_host")
+    assert layer_sharding(to, (4, 8, 8)).memory_kind == "pinned_host"
 
 
 def test_checksums_of_host_arrays_are_copied_to_the_devices():

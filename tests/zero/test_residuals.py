@@ -56,6 +56,7 @@ UNARY = [
     lambda x: x[:2],
     lambda x: x > 0,
     lambda x: jnp.concatenate([x, x]),
+    lambda x: x * jax.lax.reshape(2.0, (1, 1)),  # a view of a number
 ]
 STEPS = st.lists(st.tuples(st.integers(0, len(UNARY)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5)
 
