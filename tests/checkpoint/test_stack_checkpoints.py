@@ -69,22 +69,14 @@ class WideGPT(SmallGPT):
 
 
 @pytest.mark.slow
-def test_moments_of_any_dtype_resume_with_and_without_a_stack(tmp_path):
+def test_moments_in_fp8_resume_with_and_without_a_stack(tmp_path):
     """Each layer of a stacked moment has codes and a scale of its own."""
-    one, other, whole = (
-        engine(*of, WideGPT, optimizer={**ADAM, "state_dtype": dtype})
-        for of, dtype in ((ONE, "fp8"), (PIPE, "fp8"), (PIPE, "fp32"))
-    )
+    one, other = (engine(*of, WideGPT, optimizer={**ADAM, "state_dtype": "fp8"}) for of in (ONE, PIPE))
     state = moved(one, other, tmp_path)
     in_fp8 = [name for name, x in state.items() if x.dtype.itemsize == 1]
     assert len(in_fp8) == 2 * 2 * 2  # first and second moments of two matrices in two layers
     assert {name.replace("codes", "scales") for name in in_fp8} <= state.keys()
-    whole.load_checkpoint(tmp_path)
-    losses = [[float(e.train_batch(batch)) for batch in BATCHES] for e in (one, other, whole)]
-    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=0.02)
-    whole.save_checkpoint(tmp_path / "fp32").wait()
-    other.load_checkpoint(tmp_path / "fp32")
-    losses = [float(e.train_batch(BATCHES[0])) for e in (whole, other)]
+    losses = [[float(e.train_batch(batch)) for batch in BATCHES] for e in (one, other)]
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 

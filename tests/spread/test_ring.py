@@ -14,6 +14,7 @@ from helpers import attention_kernels
 from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import keep
 from helpers.spreading import on_shards, total
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 pytestmark = needs_cuda_compiler  # with which cuDNN comes, whose version JAX asks for
 LENGTH, WIDTH = 16, 8
@@ -111,6 +112,23 @@ def test_keys_of_another_length():
     moves, whole = compare(attend(False), attend(False, "xla"), *operands(1, 1, FORMS["alone"], kv_length=2 * LENGTH))
     assert not whole
     assert {move.kind for move in moves} == {"collective-permute"}
+
+
+def test_heads_before_the_sequence_in_memory():
+    """cuDNN's other layout, [rows, heads, sequence, width]."""
+
+    @jax.jit
+    def f(q, k, v):
+        return cudnn.dot_product_attention(q, k, v, scale=0.5, mask_type=cudnn.MaskType.CAUSAL, qkv_layout="BNTH")
+
+    def plain(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, scale=0.5, is_causal=True, implementation="xla").swapaxes(1, 2)
+
+    arrays, _, degrees = operands(6, 2, FORMS["alone"])
+    moves, whole = compare(f, plain, [x.swapaxes(1, 2) for x in arrays], [((2, None), False)] * 3, degrees)
+    assert not whole
+    assert {move.kind for move in moves} == {"collective-permute", "all-to-all"}
 
 
 WHOLE = {  # changes of `attend`, and operands: what allows no ring runs on whole arrays
