@@ -31,10 +31,8 @@ from helpers.stack_models import (
 from helpers.steps import assert_close, mesh, run, settings
 
 import jzero
-from jzero.tree import named
 
 KEY = jax.random.key(0)
-X = np.random.default_rng(1).normal(size=(ROWS, 8)).astype(np.float32)
 PIPE = {"mesh": {"pipe": 2, "data": 2, "zero": 2}}
 TRAINED = [(SmallGPT, 0, {}), (GPT, 3, {}), (ScannedGPT, 1, PIPE)]
 
@@ -179,39 +177,6 @@ def test_every_layer_draws_its_own_mask_and_the_ends_draw_once():
         assert float(kept) == pytest.approx(1 / 16, abs=0.02)  # one mask for all layers would leave a quarter
         assert float(ends["first"]) == pytest.approx(1 / 2, abs=0.05)
         assert ends["lost"] == 0  # the loss sees the x that the layers got
-
-
-class NormedLayer(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.norm(self.linear(x))
-
-
-class Normed(nnx.Module):
-    def __init__(self, rngs):
-        self.norm, self.calls = nnx.BatchNorm(8, momentum=0.5, rngs=rngs), nnx.Variable(jnp.zeros(()))
-        self.layers = nnx.List([NormedLayer(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        self.calls[...] += 1
-        x = self.norm(x)
-        for layer in self.layers:
-            x = layer(x)
-        return (x**3).mean()
-
-
-def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
-    plain, model = (jzero.from_flax(Normed, Normed.__call__, stack=stack) for stack in (None, "layers"))
-    params = plain.init(KEY)
-    _, expected = plain.loss(params, X, KEY)
-    _, found = model.loss(model.adopt(params), X, KEY)
-    found = {name: v for name, v in named(found).items() if name in model.state}
-    assert {name for parts in map(model.names.known.get, found) for name in parts} == plain.state
-    for name, value in found.items():
-        parts = [expected[part] for part in model.names.known[name]]
-        np.testing.assert_allclose(value, np.stack(parts) if len(parts) > 1 else parts[0], rtol=1e-5, err_msg=name)
 
 
 # ------------------------------------------------------------------ fused matrices
