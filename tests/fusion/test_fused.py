@@ -23,6 +23,7 @@ from models.llama import Llama, LlamaConfig
 
 M, K, F, R = 24, 16, 32, 8
 BF16 = 2.0**-8
+EXACTLY = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})  # rounds where the program does
 silu, tanh = jax.nn.silu, jnp.tanh
 
 
@@ -120,8 +121,7 @@ def test_values_and_gradients_against_float64(name):
     f, shapes, dtype = CHAINS[name]
     args, (g,) = numbers(*shapes, dtype=dtype), numbers(shapes[0], dtype=dtype, seed=1)
     assert "custom_vjp_call" in primitives(fused(f), *args)  # else this compared a function with itself
-    exact = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})  # it rounds where f does
-    found, unfused = (exact(partial(gradients, run))(args, g) for run in (fused(f), f))
+    found, unfused = (EXACTLY(partial(gradients, run))(args, g) for run in (fused(f), f))
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*args, g)]
         expected = jax.jit(partial(gradients, f))(wide[:-1], wide[-1])
@@ -139,7 +139,7 @@ def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
         return jnp.sin(q).sum() + (k * numbers[0] + k**2).sum()
 
     args = numbers((M, K), (K, R + 8))
-    found, known = (jax.grad(g, (0, 1))(*args) for g in (fused(f), f))
+    found, known = (EXACTLY(jax.grad(g, (0, 1)))(*args) for g in (fused(f), f))
     for a, b in zip(found, known, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     backward = jax.make_jaxpr(jax.grad(fused(f)))(*args).jaxpr
