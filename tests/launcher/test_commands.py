@@ -101,18 +101,6 @@ def test_mpirun(here, monkeypatch):
     assert named.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
 
 
-def test_help_lists_the_commands_before_the_options(capsys):
-    """Those that `main` knows by name."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([])
-    said = capsys.readouterr().out
-    names = re.findall(r"^  ([a-z]+) +[a-z]", said.partition("\ncommands:\n")[2].partition("\n\n")[0], re.M)
-    assert set(names) == {"run", "plot", *cli.OTHERS} == set(options.COMMANDS)
-    assert cli.OTHERS.keys() == options.OTHERS.keys()
-    assert said.index("  replay ") < said.index("--hostfile")
-    assert end.value.code == 0
-
-
 def test_the_version(capsys):
     assert cli.main(["--version"]) == cli.main(["run", "--version"]) == 0
     assert capsys.readouterr().out == f"jzero {jzero.__version__}\n" * 2
