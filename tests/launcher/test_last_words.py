@@ -1,6 +1,7 @@
 """The last words of a process and of a job: one line for a user's mistake and for Ctrl-C, and no noise of libraries."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -202,5 +203,6 @@ def test_a_report_without_noise(capfd, monkeypatch, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=1\nnowhere slots=2\n")
     assert cli.main(["report", "--hostfile", str(tmp_path / "hosts")]) == 1
     here, nowhere = [line for line in capfd.readouterr().out.splitlines() if re.match(r"\| (localhost|nowhere) ", line)]
+    assert f"| {platform.python_version()} " in here
     assert "| 0 GPUs, 1 are wanted: " in here.replace("  ", " ")
     assert "| [preauth] no route (exit code 255)" in nowhere  # which is no markup

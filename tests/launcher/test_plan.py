@@ -63,6 +63,7 @@ def test_ranks_are_node_major_in_hostfile_order(here):
         ("4", "5", "2", "3", "1", "2", "0,1,2"),
     ]  # fmt: skip
     assert {(p["env"]["MASTER_ADDR"], p["env"]["MASTER_PORT"]) for p in plan["processes"]} == {(B, "29500")}
+    assert here.dry("-H", path, "--num_nodes", 1, "train.py")["hosts"] == {B: [0, 1]}
     plan = here.dry("-H", path, "--one_process_per_node", "--master_addr", "c", "--master_port", 1, "train.py")
     assert contract(plan) == [("0", "2", "0", "1", "0", "2", "0,1"), ("1", "2", "0", "1", "1", "2", "0,1,2")]
     assert [process["device_ids"] for process in plan["processes"]] == [[0, 1], [0, 1, 2]]
