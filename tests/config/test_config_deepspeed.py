@@ -69,14 +69,16 @@ def test_no_progress_line(tmp_path):
         assert Config.load(never).steps_per_print is None
 
 
-@pytest.mark.parametrize("path", [key for key, row in keys.KEYS.items() if row.fate == "ignored"])
-def test_every_ignored_key_loads_and_is_reported(path):
-    data, section = nest(path, 3), path.split(".")[0]
-    if section in (types := {"optimizer": "Adam", "scheduler": "WarmupLR"}):
-        data[section]["type"] = types[section]
-    config = Config.load(data)
-    assert config.ignored == ((path, 3, keys.KEYS[path].text),)
-    assert config.replaced == ()
+def test_every_ignored_key_loads_and_is_reported():
+    types = {"optimizer": "Adam", "scheduler": "WarmupLR"}
+    for path, row in keys.KEYS.items():
+        if row.fate == "ignored":
+            data, section = nest(path, 3), path.split(".")[0]
+            if section in types:
+                data[section]["type"] = types[section]
+            config = Config.load(data)
+            assert config.ignored == ((path, 3, row.text),)
+            assert config.replaced == ()
 
 
 def test_strict_false_makes_warnings_of_unknown_keys():

@@ -1,5 +1,6 @@
 """Names, the command `jzero import`, and what does not fit."""
 
+import dataclasses
 import json
 import shutil
 
@@ -64,12 +65,14 @@ def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, command):
     names = json.loads(proposal.read_text())
     assert names["^fc3[.]weight$"] == "4.weight"
     assert command(directory, "--names", "--rename", proposal) == 0
-    number, found = {"fc1": "0", "fc2": "2", "fc3": "4"}, []
+    number, found, engine = {"fc1": "0", "fc2": "2", "fc3": "4"}, [], make_engine(directory.parent, "mlp")
     for rename in (names, lambda name: number[name[:3]] + name[3:]):
-        engine = make_engine(directory.parent, "mlp")
+        nothing = jax.tree.map(lambda x: 0 * x, engine.state.params)
+        engine.state = dataclasses.replace(engine.state, params=nothing)
         engine.load_checkpoint(directory, rename=rename)
         found.append(jax.device_get(engine.state.params))
     assert equal(*found)
+    assert np.any(found[0]["fc3"]["bias"])
 
 
 def test_a_model_of_images(runs_of_deepspeed, tmp_path, capsys):

@@ -72,14 +72,6 @@ def test_the_state_is_born_sharded_and_donated(stage):
     assert jax.tree.map(lambda x: x.sharding, after) == step.state_shardings
 
 
-def test_bf16_masters_and_optimizer_states():
-    low = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    config = DECODER.config(bf16={"enabled": True, **low})
-    shapes = jzero.make_train_step(model("decoder"), config, mesh=DECODER.mesh).state_shapes
-    for tree in (shapes.params, optax.tree.get(shapes.opt_state, "mu")):
-        assert {x.dtype.name for x in jax.tree.leaves(tree)} == {"bfloat16"}
-
-
 class Draws:
     """Row i of a batch has the loss w[i] * u, in the ends and in each of three layers, with u drawn from the key.
 
