@@ -133,6 +133,10 @@ def test_no_size():
     refuses(lambda: Config().batch(2), "give train_batch_size")
     refuses(lambda: Config.load({ACCUM: 3}).batch(2), f"{ACCUM} = 3 alone")
     refuses(lambda: Config.load({TRAIN: 1}).batch(0), "replicas = 0")
+    words = "8: must be at least 16 .* 2 × 8 replicas., and a multiple of it; nearest valid: train_batch_size = 16, or "
+    refuses(lambda: Config.load({TRAIN: 8, MICRO: 2}).batch(8), words)  # no size of 0 is inferred
+    words = f"33: must equal {MICRO} 4 × {ACCUM} 4 .inferred. × 2 replicas = 32; nearest valid: {TRAIN} = 32 or 40"
+    refuses(lambda: Config.load({TRAIN: 33, MICRO: 4}).batch(2), words)
     refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
     refuses(
         lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), "to simulate 8 devices on a CPU, begin with jax"

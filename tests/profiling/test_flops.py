@@ -152,6 +152,7 @@ def test_unequal_stages_take_one_branch_each():
     found = step_flops(step, step.trace(tuple(jax.ShapeDtypeStruct((n, w), jnp.float32) for w in (8, 4))))
     # A device's mean over the two stages, in each of four ticks.
     assert found.whole.forward == 4 * (2 * MICRO * 8 * 16 + 2 * MICRO * 16 * 4) / 2
+    assert found.stages == 2
     assert "a condition counts as the mean of its branches" in found.notes
 
 

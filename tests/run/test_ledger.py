@@ -294,14 +294,14 @@ CASES = {  # rule: (records, wall time, time of steps, the rest)
          *FAILED, failure(30, 90, "a 2"), started(100, 101), state(101, 1, "x"), *steps(2, [101], [102])],
         102, 1 + 1, {"start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60},
     ),
-    # compiles from 2 to 12, runs until 16; then 2 s each: 2 of the first step are its own
+    # Compiles from 2 to 12, runs until 16; the others take 2, 2, 3 and 3 s, so 1.5 of the first step are its own.
     "compilation, saves, data and the script are not steps": (
         [*begun(0), *steps(1, [2], [16], compile=10.0), *steps(2, [16], [18]),
-         *steps(3, [19.5], [21.5], save=1.0, wait=0.5), save(18, 20, 2), *steps(4, [21, 23], [23.5, 25.5]),
-         *steps(6, [27], [29], evaluation=0.5, compile_before=0.75), save(29, 32, 6),
-         record("end", 33, step=6, reason="")],
-        32, 12, {"start": 1, "script": 1 + 0.25, "compile": 10 + 0.75, "first step": 2, "save": 1 + 3, "data": 0.5,
-                 "evaluation": 0.5},
+         *steps(3, [19.5], [21.5], save=1.0, wait=0.5), save(18, 20, 2), *steps(4, [21], [24.5]),
+         *steps(5, [27], [30], evaluation=0.5, compile_before=0.75), save(30, 33, 5),
+         record("end", 34, step=5, reason="")],
+        33, 12.5, {"start": 1, "script": 1 + 1.25, "compile": 10 + 0.75, "first step": 1.5, "save": 1 + 3, "data": 0.5,
+                   "evaluation": 0.5},
     ),
     "a refused start counts as little": ([*CLEAN, *refused(500)], 5, 3, {"start": 1, "script": 0.5, "save": 0.5}),
     "as the time after a clean end": (
