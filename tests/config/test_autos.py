@@ -73,14 +73,14 @@ def decay(step, total, peak=5e-5, n=2):
     return peak * (np.log(k + 1) / np.log(n) if k < n else max(0.0, (total - k) / max(1, total - n)))
 
 
-@pytest.mark.parametrize(("told", "drop", "total"), [(None, False, 9), (None, True, 6), (40, False, 40)])
-def test_the_total_of_a_schedule(told, drop, total, capsys):
+@pytest.mark.parametrize(("drop", "total"), [(False, 9), (True, 6)])
+def test_the_total_of_a_schedule(drop, total, capsys):
     """150 samples are three global batches of 64, or two whole ones; the Trainer's default is three epochs."""
-    *_, lr = start({**AUTOS, "dataloader_drop_last": drop}, training_data=DATA, total_num_steps=told)
+    *_, lr = start({**AUTOS, "dataloader_drop_last": drop}, training_data=DATA)
     assert [float(lr(n)) for n in range(12)] == pytest.approx([decay(n, total) for n in range(12)], rel=1e-5, abs=1e-12)
     report = " ".join(capsys.readouterr().out.split())
-    assert ("3 epochs, the Trainer's default, of" in report) == (told is None)
     expected = (
+        "3 epochs, the Trainer's default, of",
         f"WarmupDecayLR: total_num_steps {total}: ", f"scheduler.params.total_num_steps = {total}, ",
         "scheduler.params.warmup_num_steps = 0", "scheduler.params.warmup_max_lr = 5e-05",
         "optimizer.params.lr = 5e-05", "train_micro_batch_size_per_gpu = 8",

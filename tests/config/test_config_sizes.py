@@ -45,22 +45,6 @@ def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas):
 
 
 @pytest.mark.parametrize(
-    ("given", "replicas", "text"),
-    [
-        ({TRAIN: 33, MICRO: 4}, 2, "train_batch_size = 33: must equal train_micro_batch_size_per_gpu 4 × "
-         f"{ACCUM} 4 (inferred) × 2 replicas = 32; nearest valid: train_batch_size = 32 or 40"),
-        # No size of 0 is inferred.
-        ({TRAIN: 4}, 8, "train_batch_size = 4: must be at least 8 (8 replicas), and a multiple of it; nearest valid: "
-         "train_batch_size = 8"),
-        ({TRAIN: 8, MICRO: 2}, 8, f"train_batch_size = 8: must be at least 16 ({MICRO} 2 × 8 replicas), and a "
-         f"multiple of it; nearest valid: train_batch_size = 16, or {MICRO} = 1"),
-    ],
-)  # fmt: skip
-def test_a_batch_that_does_not_divide(given, replicas, text):
-    assert refuses(lambda: Config.load(given).batch(replicas)) == text
-
-
-@pytest.mark.parametrize(
     ("given", "replicas", "sizes"),
     [
         ((32, None, 2), 2, (32, 8, 2, f"{MICRO} = 8")),
@@ -149,6 +133,10 @@ def test_no_size():
     refuses(lambda: Config().batch(2), "give train_batch_size")
     refuses(lambda: Config.load({ACCUM: 3}).batch(2), f"{ACCUM} = 3 alone")
     refuses(lambda: Config.load({TRAIN: 1}).batch(0), "replicas = 0")
+    words = "8: must be at least 16 .* 2 × 8 replicas., and a multiple of it; nearest valid: train_batch_size = 16, or "
+    refuses(lambda: Config.load({TRAIN: 8, MICRO: 2}).batch(8), words)  # no size of 0 is inferred
+    words = f"33: must equal {MICRO} 4 × {ACCUM} 4 .inferred. × 2 replicas = 32; nearest valid: {TRAIN} = 32 or 40"
+    refuses(lambda: Config.load({TRAIN: 33, MICRO: 4}).batch(2), words)
     refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
     refuses(
         lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), "to simulate 8 devices on a CPU, begin with jax"

@@ -8,8 +8,6 @@ import pytest
 from helpers.chats import MARKED, QWEN3, TEMPLATES, make_tokenizer, turns
 from helpers.loaders import Sizes
 from helpers.refusals import refuses
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jzero.data import Chat, DataLoader, Pairs
 
@@ -18,6 +16,7 @@ CHATS = [
     turns("one", "two\n", "three", "four"),
     turns("  spaces ", "\n\nand lines\n\n", "hé", "ñ 你好"),
     turns("a question", ""),
+    turns("<|h\n", "<|\nlé", " ", "l<| "),
 ]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
@@ -66,15 +65,6 @@ def test_the_trained_tokens_are_those_of_transformers(name, source):
         end = len(trained) - trained[::-1].index(True)
         last = [end - len(turn) <= i < end for i in range(len(tokens))]
         assert labels == row(tokens, last)[1]
-
-
-@settings(max_examples=10)
-@given(contents=st.lists(st.text(st.sampled_from("ah e\nllé<|"), max_size=8), min_size=2, max_size=6))
-def test_any_content(contents):
-    messages = turns(*contents[: len(contents) // 2 * 2])
-    for name in ("chatml", "llama3", "mistral"):
-        chat = Chat([messages], make_tokenizer(TEMPLATES[name]), length=300)
-        assert pieces(chat) == [row(*expected(name, messages))]
 
 
 def test_a_jsonl_file_is_a_dataset(tmp_path):

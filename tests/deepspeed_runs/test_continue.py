@@ -16,8 +16,8 @@ from stored_runs import BOUND, about, continued, make_engine
 # case of make_checkpoints.py, its directory, our stage, devices and pipeline stages; every stage of DeepSpeed's, both
 # kinds of directory, every optimizer and kind of model, and groups in bf16, whose masters are in files of their own
 RUNS = [
-    ("mlp-1-bf16", "universal", 3, 8, 1), ("mlp-1-sgd", "ckpt", 0, 1, 1), ("mlp-2-adagrad", "ckpt", 1, 1, 1),
-    ("mlp-0-lamb", "ckpt", 0, 1, 1), ("mlp-3-lion", "ckpt", 1, 2, 1), ("mlp-0-muon", "ckpt", 3, 2, 1),
+    ("mlp-1-bf16", "universal", 3, 2, 1), ("mlp-1-sgd", "ckpt", 0, 1, 1), ("mlp-2-adagrad", "ckpt", 1, 1, 1),
+    ("mlp-0-lamb", "ckpt", 0, 1, 1), ("mlp-3-lion", "ckpt", 1, 1, 1), ("mlp-0-muon", "ckpt", 0, 1, 1),
     ("mlp-0-bf16-fused", "ckpt", 0, 1, 1), ("mlp-0-bf16-groups", "ckpt", 3, 2, 1), ("pipe-1-fp32", "ckpt", 1, 2, 2),
     ("llama-3-bf16", "ckpt", 0, 1, 1),
 ]  # fmt: skip

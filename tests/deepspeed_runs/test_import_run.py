@@ -1,5 +1,6 @@
 """Names, the command `jzero import`, and what does not fit."""
 
+import dataclasses
 import json
 import shutil
 
@@ -51,16 +52,6 @@ def equal(a, b):
     return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b))
 
 
-def test_the_command_writes_a_checkpoint(runs_of_deepspeed, tmp_path, capsys, command):
-    directory = runs_of_deepspeed / "mlp-3-fp32"
-    assert command(directory / "ckpt", tmp_path) == 0
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/global_step20\n")
-    engine = make_engine(directory, "mlp")
-    assert engine.load_checkpoint(tmp_path)[1] == {"epoch": 3, "note": "twenty"}
-    assert engine.global_samples == 160
-    goes_on(engine, directory)
-
-
 def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, command):
     """A file that the printed proposal makes turns our names into DeepSpeed's; so does a function."""
     directory = runs_of_deepspeed / "pipe-1-fp32" / "ckpt"
@@ -74,12 +65,14 @@ def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, command):
     names = json.loads(proposal.read_text())
     assert names["^fc3[.]weight$"] == "4.weight"
     assert command(directory, "--names", "--rename", proposal) == 0
-    number, found = {"fc1": "0", "fc2": "2", "fc3": "4"}, []
+    number, found, engine = {"fc1": "0", "fc2": "2", "fc3": "4"}, [], make_engine(directory.parent, "mlp")
     for rename in (names, lambda name: number[name[:3]] + name[3:]):
-        engine = make_engine(directory.parent, "mlp")
+        nothing = jax.tree.map(lambda x: 0 * x, engine.state.params)
+        engine.state = dataclasses.replace(engine.state, params=nothing)
         engine.load_checkpoint(directory, rename=rename)
         found.append(jax.device_get(engine.state.params))
     assert equal(*found)
+    assert np.any(found[0]["fc3"]["bias"])
 
 
 def test_a_model_of_images(runs_of_deepspeed, tmp_path, capsys):
@@ -181,8 +174,8 @@ def test_a_rename_of_another_form(runs_of_deepspeed, tmp_path, command, capsys):
         assert f'--rename {file}: must be a file of JSON, {{"regular expression"' in capsys.readouterr().err
 
 
-def test_the_config_of_many_devices(runs_of_deepspeed, tmp_path, command):
-    """The run's own file divides the batch over its 2 processes; the import has one device."""
+def test_the_command_and_the_config_of_many_devices(runs_of_deepspeed, tmp_path, capsys, command):
+    """The run's own file divides the batch over its 2 processes; the import has one device. The checkpoint goes on."""
     directory, file = runs_of_deepspeed / "mlp-1-fp32", tmp_path / "ds_config.json"
     config = config_of(directory, 1) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     for out, more in (("with", {"train_batch_size": 8, "mesh": {"data": 2}}), ("without", {})):
@@ -190,6 +183,11 @@ def test_the_config_of_many_devices(runs_of_deepspeed, tmp_path, command):
         assert command(directory / "ckpt", tmp_path / out, "--config", file) == 0
         notes = json.loads((tmp_path / out / "global_step20" / "notes.json").read_text())["notes"]["notes"]
         assert notes["batch"]["given"] == [8, None, None]  # the division is this machine's
+        assert capsys.readouterr().out.endswith(f"{tmp_path / out}/global_step20\n")
+    engine = make_engine(directory, "mlp")
+    assert engine.load_checkpoint(tmp_path / "without")[1] == {"epoch": 3, "note": "twenty"}
+    assert engine.global_samples == 160
+    goes_on(engine, directory)
 
 
 def test_another_model_is_refused(runs_of_deepspeed):

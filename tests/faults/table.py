@@ -108,7 +108,7 @@ TABLE: dict[str, list[Fault]] = {
         elsewhere("test_kill_the_command", "the command is killed", "the agents kill all processes"),
         elsewhere("test_a_rank_that_hangs", "a rank stops, so that no step finishes",
                   "after `--hang_timeout` all stacks, the rank to look at, and every process ends"),
-        elsewhere("test_kill_the_agent", "an agent is killed", "its processes are killed, its folder is deleted"),
+        elsewhere("test_no_child_hides", "an agent is killed", "its processes are killed, its folder is deleted"),
         elsewhere("test_no_child_hides",
                   "an agent is stopped, or it or its guard is killed, and a detached child has emptied its environment",
                   "a restart begins without any process of the attempt before"),

@@ -17,6 +17,7 @@ from jzero.errors import ConfigError
 from jzero.launcher import options
 from jzero.launcher.environment import propagated
 from jzero.launcher.job import make_job
+from jzero.launcher.output import is_noise
 from jzero.launcher.transports import BOOT
 
 NASTY = [
@@ -99,18 +100,6 @@ def test_mpirun(here, monkeypatch):
     assert (named["X"], named["JZERO_HANG_TIMEOUT"], len(named["JZERO_SECRET"])) == ("a b", "0", 64)
     assert (named["MASTER_ADDR"], named["MASTER_PORT"]) == (A, "29500")
     assert named.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
-
-
-def test_help_lists_the_commands_before_the_options(capsys):
-    """Those that `main` knows by name."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([])
-    said = capsys.readouterr().out
-    names = re.findall(r"^  ([a-z]+) +[a-z]", said.partition("\ncommands:\n")[2].partition("\n\n")[0], re.M)
-    assert set(names) == {"run", "plot", *cli.OTHERS} == set(options.COMMANDS)
-    assert cli.OTHERS.keys() == options.OTHERS.keys()
-    assert said.index("  replay ") < said.index("--hostfile")
-    assert end.value.code == 0
 
 
 def test_the_version(capsys):
@@ -226,6 +215,7 @@ def python(code, *words, folder):
 
 
 def test_no_third_party_module_is_imported(tmp_path):
+    """Nor what only some calls of an engine use: `jzero.initialize` took 0.5 s of 2.7 s for these."""
     (tmp_path / "hosts").write_text(f"{A} slots=2\n{B} slots=2\n")
     (tmp_path / "train.py").write_text("")
     code = """
@@ -235,12 +225,18 @@ for name, words in json.loads(sys.argv[1]).items():
     with contextlib.suppress(SystemExit):
         cli.main(words)
     found[name] = third()
-print("", json.dumps(found))
+import jzero
+jzero.initialize, jzero.from_flax
+print("", json.dumps([found, third()]))
 """
-    found, errors = python(code, json.dumps(ANSWERS), folder=tmp_path)
+    (found, then), errors = python(code, json.dumps(ANSWERS), folder=tmp_path)
     others = {name: [one for one in names if "cython" not in one] for name, names in found.items()}  # PyYAML's own
     assert others == {**{name: [] for name in ANSWERS}, "k8s": ["yaml"]}
-    assert errors == "jzero: --hostfile = nowhere: no such file\n"
+    said = [line for line in errors.splitlines() if not is_noise(line)]
+    assert said == ["jzero: --hostfile = nowhere: no such file"]
+    assert "jax" in then
+    # Checkpoints, traces of layers and exports import what they need, when they do.
+    assert not {"orbax", "tensorstore", "scipy", "grain", "matplotlib"} & set(then)
 
 
 def test_a_job_s_command_does_not_import_jax(tmp_path):
@@ -251,13 +247,3 @@ def test_a_job_s_command_does_not_import_jax(tmp_path):
     found, errors = python(code, *options, "sh", "-c", "echo $SEEN $JZERO_JOB_ID > said", folder=tmp_path)
     assert not {"jax", "jaxlib", "numpy", "pydantic"} & set(found)
     assert (tmp_path / "said").read_text().startswith("sourced "), errors
-
-
-def test_an_import_leaves_out_what_only_some_calls_use(tmp_path):
-    """In a process of its own: `jzero.initialize` took 0.5 s of 2.7 s for these."""
-    code = "import jzero\nfirst = third()\njzero.initialize, jzero.from_flax\nprint(json.dumps([first, third()]))"
-    (first, then), _ = python(code, folder=tmp_path)
-    assert not {"jax", "jaxlib", "numpy", "flax", "optax", "pydantic", "rich"} & set(first)
-    assert "jax" in then
-    # Checkpoints, traces of layers and exports import what they need, when they do.
-    assert not {"orbax", "tensorstore", "scipy", "grain", "matplotlib"} & set(then)

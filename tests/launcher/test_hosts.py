@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -13,14 +12,6 @@ from hosts import NEEDS, can_run
 from jobs import CPU, QUICK, ROOT
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
-
-
-def test_kill_a_rank_there(launch, hosts):
-    job = launch("worker.py", "children hidden deaf").until(("ready", 4))
-    (victim,) = [p for p in job.processes("--local_rank=1") if host_of(p) == hosts.names["b"] and is_rank(job, p)]
-    job.kill(victim)
-    job.ended(128 + signal.SIGKILL, 10).gone(10 - job.took())
-    assert f"rank 3 on {hosts.names['b']} was killed by signal 9 (SIGKILL) first" in job.errors
 
 
 def test_kill_the_command(launch):
@@ -118,11 +109,6 @@ def test_without_ssh(launch, start, hosts, tmp_path):
     assert jobs[0].wait(20) != 0
     for job in jobs:
         job.gone(2)
-
-
-def host_of(pid):
-    """The name of a process's host."""
-    return output(["nsenter", "--uts", "--target", str(pid), "hostname"]).strip()
 
 
 def output(command, **more):

@@ -1,6 +1,7 @@
 """The last words of a process and of a job: one line for a user's mistake and for Ctrl-C, and no noise of libraries."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -198,9 +199,10 @@ def test_a_report_without_noise(capfd, monkeypatch, tmp_path):
     assert "JAX sees 8 x cpu (cpu)" in out
     assert err == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("PATH", stand_in(tmp_path, "ssh", "echo no route >&2; exit 255"))
+    monkeypatch.setenv("PATH", stand_in(tmp_path, "ssh", "echo '[preauth] no route' >&2; exit 255"))
     (tmp_path / "hosts").write_text("localhost slots=1\nnowhere slots=2\n")
     assert cli.main(["report", "--hostfile", str(tmp_path / "hosts")]) == 1
     here, nowhere = [line for line in capfd.readouterr().out.splitlines() if re.match(r"\| (localhost|nowhere) ", line)]
+    assert f"| {platform.python_version()} " in here
     assert "| 0 GPUs, 1 are wanted: " in here.replace("  ", " ")
-    assert "| no route (exit code 255)" in nowhere
+    assert "| [preauth] no route (exit code 255)" in nowhere  # which is no markup

@@ -13,7 +13,7 @@ from helpers.refusals import refuses
 
 from jzero.distributed import machine
 from jzero.launcher import agent, options
-from jzero.launcher.connecting import SAME, Connecting, faults, host_table
+from jzero.launcher.connecting import SAME, Connecting, faults
 from jzero.launcher.job import make_job
 from jzero.launcher.machine_check import weak_points
 from jzero.launcher.runner import Runner
@@ -28,23 +28,11 @@ def hello(gpus=8, **versions):
     return {"versions": {name: version for name, version in installed.items() if version}, "gpus": gpus}
 
 
-def test_a_host_says_what_is_compared():
-    said = agent.hello()
-    assert said["versions"].keys() >= {"python", "jax", "jaxlib"}
-    assert said["versions"].keys() <= set(SAME)
-    assert faults({"a": said, "b": said}, {"a": said["gpus"], "b": 0}) == {}
-
-
-ALL = {
-    "good-1": hello(),
-    "good-2": hello(),
-    "deaf": {"error": "ssh: [preauth] no route [/etc/ssh] :key: (exit code 255)"},
-    "old": hello(gpus=1, python="3.11.7", jax=None),
-}
 FEW = "GPUs, 8 are wanted: correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
 
 
 def test_faults():
+    preauth = "ssh: [preauth] no route [/etc/ssh] :key: (exit code 255)"
     for hellos, found in (
             *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
                 {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
@@ -55,23 +43,12 @@ def test_faults():
                 {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
             ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
             ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
-            (ALL, {"deaf": [ALL["deaf"]["error"]], "old": [
+            ({"good-1": hello(), "good-2": hello(), "deaf": {"error": preauth},
+              "old": hello(gpus=1, python="3.11.7", jax=None)}, {"deaf": [preauth], "old": [
                 "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
                 "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
     ):  # fmt: skip
         assert faults(hellos, dict.fromkeys(hellos, 8)) == found
-
-
-def test_table():
-    text = "ssh: [preauth] :key:"  # printed as it is: rich must not read [preauth] as markup
-    some = {name: ALL[name] for name in ("good-1", "old")} | {"deaf": {"error": text}}
-    lines = host_table(some, {"old": ["one", "two"], "deaf": [text]}).splitlines()
-    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[0] == "|"] == [
-        ["host", "python", "jzero", "jax", "jaxlib", "driver", "GPUs", "faults"],
-        ["good-1", "3.12.1", "0.1.0", "0.11.2", "0.11.2", "570.1", "8", "-"],
-        ["old", "3.11.7", "0.1.0", "", "0.11.2", "570.1", "1", "one; two"],
-        ["deaf", *[""] * 6, text],
-    ]
 
 
 def test_weak_points():
@@ -197,14 +174,6 @@ def test_the_loaded_nccl(tmp_path, monkeypatch):
     assert opened == [path]
 
 
-def test_another_nccl_than_the_plugins():
-    installed = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}
-    fault = machine.nccl_fault("/x/libnccl.so.2", "2.28.9", installed)
-    assert "NCCL 2.28.9 is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.27.3 belongs to jax-cuda12" in fault
-    assert machine.nccl_fault("/x/libnccl.so.2", "2.27.3", installed | {"nvidia-nccl-cu12": "2.27.3.1"}) == ""
-    assert machine.nccl_fault("/x/libnccl.so.2", "2.1.0", {"jax-cuda12-plugin": "0.11.2"}) == ""
-
-
 def test_another_wheel_of_the_same_version(monkeypatch):
     """A process that has loaded the library of the wrong CUDA is told, although the versions are equal."""
     both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.28.9", "nvidia-nccl-cu13": "2.28.9"}
@@ -215,6 +184,9 @@ def test_another_wheel_of_the_same_version(monkeypatch):
         found = machine.process_faults({}, 1)
         assert len(found) == (wheel == "nvidia-nccl-cu13"), wheel
     assert "NCCL 2.28.9 (nvidia-nccl-cu13) is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.28.9" in found[0]
+    for loaded, installed, fault in (("2.28.9", "2.27.3", True), ("2.27.3", "2.27.3.1", False), ("2.1.0", None, False)):
+        names = {"jax-cuda12-plugin": "0.11.2"} | ({"nvidia-nccl-cu12": installed} if installed else {})
+        assert bool(machine.nccl_fault("/x/libnccl.so.2", loaded, names)) == fault
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_the_table_of_the_zero_paper(size):
     for gpus, figures in PAPER[size].items():
         found = bytes_by_stage(Flat(size), CONFIG, devices=described_gpus("h100", gpus, per_host=min(gpus, 8)))
         assert [found[stage].total / 1e9 for stage in (1, 2, 3)] == pytest.approx(figures, rel=0.006, abs=0.006), gpus
+        assert all(one.total == pytest.approx(one.formula, abs=8) for one in found.values())  # and two counters
 
 
 def test_deepspeeds_estimate():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.sampling import keep
 
 import jzero
 from jzero.planner.traced_operations import Walk
@@ -20,7 +19,7 @@ from models.moe import MixtureConfig
 MICRO, S = 2, 16
 C = LlamaConfig(2, 32, 4, 2, 64, vocab_size=96, attention="xla")
 L, D, F, V = C.num_layers, C.d_model, C.d_ff, C.vocab_rows
-Q, KV, HEAD = C.num_heads * C.head_dim, C.num_kv_heads * C.head_dim, C.head_dim
+Q, KV = C.num_heads * C.head_dim, C.num_kv_heads * C.head_dim
 
 
 def flops_of(model, batch, devices=8, **config):
@@ -80,20 +79,6 @@ def test_llama(stage, unroll, accum, policy):
         "": 2 * V * D + D + L * (D * (2 * Q + 2 * KV) + 3 * D * F + 2 * D),
     }  # fmt: skip
     assert {name: found[name].params for name in by_hand} == by_hand
-
-
-@pytest.mark.parametrize("schedule", keep(["1f1b", "zero_bubble"], ["1f1b"]))
-def test_a_pipeline_runs_its_idle_ticks(schedule):
-    """Two stages of one layer: five forward ticks for four micro-batches, and each stage computes half of the head."""
-    whole, found = llama(mesh={"pipe": 2}, gradient_accumulation_steps=4, pipeline={"schedule": schedule})
-    one = layer(MICRO * S)
-    assert found["stack"].forward == 5 * sum(one.values())
-    # In zero_bubble the gradients of weights are put off, to four ticks in which all stages compute some.
-    backward = {"1f1b": 5 + 5, "zero_bubble": 5 + 4}[schedule]
-    assert found["stack/mlp/down"].backward == backward * one["stack/mlp/down"]
-    assert found["suffix/head"].forward == 4 * 2 * MICRO * S * D * V / 2
-    assert found["suffix/head"].backward == 2 * found["suffix/head"].forward
-    assert whole.stages == 2
 
 
 def test_an_mlp():
@@ -167,6 +152,7 @@ def test_unequal_stages_take_one_branch_each():
     found = step_flops(step, step.trace(tuple(jax.ShapeDtypeStruct((n, w), jnp.float32) for w in (8, 4))))
     # A device's mean over the two stages, in each of four ticks.
     assert found.whole.forward == 4 * (2 * MICRO * 8 * 16 + 2 * MICRO * 16 * 4) / 2
+    assert found.stages == 2
     assert "a condition counts as the mean of its branches" in found.notes
 
 

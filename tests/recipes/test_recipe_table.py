@@ -63,16 +63,6 @@ def test_a_search_finds_none_more_than_5_percent_faster(recipe, monkeypatch):
     assert importlib.import_module("recipes").searched(recipe).config == recipe.config
 
 
-def test_the_table_has_every_size_and_every_number_of_gpus():
-    """Each model on each number of GPUs, but 1B, which needs no second host; each recipe with its own name."""
-    for model in {recipe.model for recipe in RECIPES}:
-        gpus = {recipe.gpus for recipe in RECIPES if recipe.model == model}
-        assert gpus == ({1, 2, 8} if model == "llama3.2-1b" else {1, 2, 8, 16, 64}), model
-    for tuned in (True, False):
-        assert len({recipe.model for recipe in RECIPES if (recipe.method != "pretrain") == tuned}) == 5
-    assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
-
-
 def test_the_command_lists_them_and_prints_a_config(capsys, monkeypatch):
     """Some of them: the figures of each are computed from its model."""
     some = [recipe for recipe in RECIPES if recipe.name.startswith("llama3-8b-pretrain-")][:3]

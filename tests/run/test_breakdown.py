@@ -1,8 +1,8 @@
 """The breakdowns of time and memory: lines at the right steps, whose numbers agree with other sources."""
 
 import contextlib
-import copy
 import io
+import json
 import re
 from itertools import pairwise
 from types import SimpleNamespace
@@ -10,23 +10,22 @@ from types import SimpleNamespace
 import jax
 import pytest
 from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, rows, three_calls
-from helpers.engines import printed as printed_by
 from helpers.refusals import compilations
 
 from jzero.planner import GPUS
 from jzero.run import step_memory
 from jzero.run.clock import COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT
-from jzero.run.observers import Observers
 from jzero.run.speed import ideal
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
 BOTH = {"wall_clock_breakdown": True, "memory_breakdown": True}
 
 
-def test_the_lines_of_times_and_of_memory():
+def test_the_lines_of_times_and_of_memory(tmp_path):
     """An engine with everything on: the parts add up to the total, which is that of the speed in the line before."""
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": ""}
     with contextlib.redirect_stdout(io.StringIO()) as start:
-        made = build(more=BOTH | {"steps_per_print": 2})[0]
+        made = build(more=BOTH | {"steps_per_print": 2, "jsonl_monitor": files})[0]
     seen, found = {}, {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         made.train_batch(rows(0))
@@ -49,6 +48,13 @@ def test_the_lines_of_times_and_of_memory():
         2: [HOST, COMPILE, DEVICE, PROFILE, SCRIPT], 4: [DATA, HOST, COMPILE, DEVICE, EVALUATION, SCRIPT],
     }  # fmt: skip
     assert {part: round(ms, 1) for part, ms in made.get_wall_clock_timers().items()} == found[4]
+    made._observers.close()
+    for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        times = {name.rpartition("_ms_")[2]: ms for name, ms in line.items() if "elapsed_time_ms_" in name}
+        if times:
+            assert times.pop("step") == pytest.approx(sum(times.values()))
+            assert {part: round(ms, 1) for part, ms in times.items()} == found.pop(line["step"])
+    assert not found
     memory = dict(line.split(": ", 1) for line in (start.getvalue() + out.getvalue()).splitlines() if "memory" in line)
     assert [phase.removeprefix("memory ") for phase in memory] == [
         "before the state", "with the state", "of a step, planned", "after the first step", "after step 2",
@@ -78,19 +84,6 @@ def test_only_the_breakdown_waits_for_the_devices(monkeypatch):
         assert len(waits) == count
     assert_same((plain.state.params, plain.state.opt_state), (timed.state.params, timed.state.opt_state))
     assert plain.get_wall_clock_timers() == {}
-
-
-def test_without_steps_per_print_every_tenth_step_has_lines(capsys):
-    made = engine()
-    step = copy.copy(made.step_fn)
-    step.config = step.config.model_copy(update=BOTH)
-    made._observers = Observers(step)
-    capsys.readouterr()
-    for number in range(1, 12):
-        made.train_batch(rows(0))
-        out = printed_by(made, capsys)
-        for words in (f"step {number}: loss ", "ms a step", f"memory after step {number}"):
-            assert (words in out) == (number == 10)
 
 
 def test_what_is_known_of_a_step_compiles_nothing(monkeypatch):

@@ -217,15 +217,3 @@ def test_training_data():
     batch = next(iter(loader))
     placed = e.step_fn.place_micro_batch(batch)  # what the loader gives is not copied
     assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(batch), strict=True))
-
-
-def test_training_data_that_ends():
-    """An iterator of samples, which no epoch follows; a user's own iterator of micro-batches stays possible."""
-    whole = rows(0, TRAIN + 1)
-    e, *_ = build(training_data=(jax.tree.map(lambda x, i=i: x[i], whole) for i in range(TRAIN + 1)))
-    e.train_batch(jzero.RepeatingLoader(parts(0, 2)))
-    assert e.micro_steps == ACCUM
-    e.train_batch()
-    e.train_batch()
-    refuses(e.train_batch, r"ended after 0 of 3 micro-batches.*give a function that makes one")
-    assert e.global_steps == 3

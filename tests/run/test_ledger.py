@@ -92,7 +92,10 @@ def test_records_are_what_the_run_did(tmp_path):
 
 
 def test_resumes_on_other_meshes(tmp_path):
-    """Steps that a resume takes again count once; the rows are the same."""
+    """Steps that a resume or a load takes again count once; the rows are the same. The run before it is another one."""
+    engine = start(tmp_path)
+    train(engine, 7)
+    engine._observers.close()
     engine = start(tmp_path)
     expected = train(engine, 3)
     engine.save_checkpoint().wait()
@@ -102,6 +105,9 @@ def test_resumes_on_other_meshes(tmp_path):
     expected |= train(engine, 2)
     engine.save_checkpoint().wait()
     lost |= train(engine, 2)
+    engine.load_checkpoint()
+    expected |= train(engine, 1)
+    engine.save_checkpoint().wait()
     engine._observers.close()
     engine = start(tmp_path, resume=tmp_path)
     engine._observers.close()  # a start without a step: what it would repeat no longer counts
@@ -109,22 +115,8 @@ def test_resumes_on_other_meshes(tmp_path):
     check_steps(run, expected)
     assert sorted(lost) == [4, 5, 6, 7]
     assert [one["mesh"]["zero"] for one in run.of("start")] == [1, 4, 1]
-    assert [one["step"] for one in run.of("state")] == [0, 3, 5]
+    assert [one["step"] for one in run.of("state")] == [0, 3, 5, 6]
     assert run.goodput.lost["repeated steps"] > 0
-
-
-def test_a_run_that_does_not_resume_is_a_new_one_which_may_load_a_checkpoint(tmp_path):
-    engine = start(tmp_path)
-    train(engine, 6)
-    engine._observers.close()
-    engine = start(tmp_path)
-    expected = train(engine, 2)
-    engine.save_checkpoint().wait()
-    train(engine, 2)
-    engine.load_checkpoint()
-    expected |= train(engine, 1)
-    engine._observers.close()
-    check_steps(ledger.read(tmp_path), expected)
 
 
 @pytest.mark.parametrize("case", ["no length", "three calls"])
@@ -281,42 +273,6 @@ def failure(died, noticed, attempt):
     return record("failure", noticed, attempt=attempt, died=float(died), code=137, reason="killed")
 
 
-def test_goodput_of_a_run_with_a_failure():
-    """Times by hand: 100 s, 4 of 7 steps repeat."""
-    records = [
-        started(1000, 1004),  # start 4
-        state(1006, 0),  # start 2 more
-        # compiles from 1007 to 1017, runs until 1021; then 2 s each; a save of 1 s delays the third by 1 s; data 0.5
-        *steps(1, [1007], [1021], compile=10.0),  # script 1, compile 10, first step 4 - 2, step 2
-        *steps(2, [1021], [1023]),
-        *steps(3, [1024.5], [1026.5], save=1.0, wait=0.5),
-        save(1023, 1025, 2),
-        *steps(4, [1026, 1028], [1028.5, 1030.5]),  # given ahead of time
-        failure(1031, 1033, "a 0"),  # 0.5 s of a sixth step are lost, then 2 s until the notice
-        started(1040, 1042),  # restart 7, start 2
-        state(1045, 2, "/runs/global_step2"),  # restore 3; steps 3 to 5 no longer count
-        *steps(3, [1045], [1050], compile=2.5),  # compile 2.5, then 2.5: 0.5 more than the median
-        *steps(4, [1050, 1052, 1058], [1052, 1054, 1060], evaluation=0.0),  # the script takes 4 s before step 6
-        save(1060, 1063, 6),
-        record("end", 1064, step=6, reason="SIGTERM"),
-        started(1096, 1096.5),  # stopped 33
-        state(1098, 6, "/runs/global_step6"),  # restore 1.5
-        *steps(7, [1099], [1100], compile_before=0.75),  # compile 0.75, script 0.25
-    ]
-    found = goodput(records)
-    assert found.wall == 100
-    assert found.lost == pytest.approx({
-        "start": 4 + 2 + 2 + 0.5, "script": 1 + 4 + 0.25, "compile": 10 + 2.5 + 0.75, "first step": 2 + 0.5,
-        "save": 1 + 3, "data": 0.5, "repeated steps": 0.5 + 6, "detect": 2, "restart": 7, "restore": 3 + 1.5,
-        "stopped": 33,
-    })  # fmt: skip
-    assert found.steps == pytest.approx(2 + 2 + 2 + 2 + 2 + 2 + 1)  # steps 1, 2; 3 to 6; 7
-    assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall)
-    assert found.share == pytest.approx(0.13)
-    words = "goodput 13.0% of 1 min 40 s; lost: stopped 33.0%, compile 13.2%, start 8.5%, restart 7.0%"
-    assert str(found).startswith(words)
-
-
 def refused(began, **fields):
     """A start that a mistake ends 2 s later, without a state."""
     why = "ConfigError: the rank is 8, the checkpoint's is 4"
@@ -337,6 +293,15 @@ CASES = {  # rule: (records, wall time, time of steps, the rest)
         [*begun(0), *steps(1, [1, 2, 3], [2, 3, 4]), *FAILED, *begun(20), *steps(1, [21], [22]),
          *FAILED, failure(30, 90, "a 2"), started(100, 101), state(101, 1, "x"), *steps(2, [101], [102])],
         102, 1 + 1, {"start": 1 + 1 + 1, "repeated steps": 3 + 1 + 8, "restart": 15 + 10, "detect": 60},
+    ),
+    # Compiles from 2 to 12, runs until 16; the others take 2, 2, 3 and 3 s, so 1.5 of the first step are its own.
+    "compilation, saves, data and the script are not steps": (
+        [*begun(0), *steps(1, [2], [16], compile=10.0), *steps(2, [16], [18]),
+         *steps(3, [19.5], [21.5], save=1.0, wait=0.5), save(18, 20, 2), *steps(4, [21], [24.5]),
+         *steps(5, [27], [30], evaluation=0.5, compile_before=0.75), save(30, 33, 5),
+         record("end", 34, step=5, reason="")],
+        33, 12.5, {"start": 1, "script": 1 + 1.25, "compile": 10 + 0.75, "first step": 1.5, "save": 1 + 3, "data": 0.5,
+                   "evaluation": 0.5},
     ),
     "a refused start counts as little": ([*CLEAN, *refused(500)], 5, 3, {"start": 1, "script": 0.5, "save": 0.5}),
     "as the time after a clean end": (
@@ -364,6 +329,7 @@ def test_times_by_hand(rule):
     records, wall, of_steps, lost = CASES[rule]
     found = goodput(records)
     assert (found.wall, found.steps, found.lost) == (wall, of_steps, lost)
+    assert found.share == of_steps / wall
 
 
 def test_nothing_to_count():

@@ -100,16 +100,6 @@ def test_each_monitor_gets_the_metrics_of_every_step(services, tmp_path):
     assert losses == expected[LOSS][::2]
 
 
-def test_times_of_a_breakdown(tmp_path):
-    engine, _ = train(steps=4, csv_monitor=files(tmp_path), wall_clock_breakdown=True, steps_per_print=2)
-    engine._observers.close()
-    found = read_csv(tmp_path / "run")
-    parts = {name.rpartition("_")[2]: rows for name, rows in found.items() if "elapsed_time_ms" in name}
-    assert [samples for samples, _ in parts["step"]] == [16, 32]
-    for samples, spent in parts.pop("step"):
-        assert spent == pytest.approx(sum(dict(rows).get(samples, 0) for rows in parts.values()))
-
-
 def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")

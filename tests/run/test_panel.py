@@ -81,11 +81,13 @@ def test_a_panel_reads_its_run(monkeypatch):
     clock.total = {START: 5.0, DATA: 1.0, DEVICE: 3.0}
     facts = make_panel(step, lambda: False, finished, clock)._facts
     assert facts()[:2] == (0, 40)
-    finished.add(7, Amount(8), {"loss": 0.5, "skipped": 1.0}, 10.0)
+    finished.add(7, Amount(8, 80), {"loss": 0.5, "skipped": 1.0}, 10.0)
+    assert finished.totals == Totals(1, 8, 80, 1, 10.0)
     found = facts()
     assert (found.step, found.total, found.skipped, found.memory) == (7, 40, 1, (5, 9))
     assert (found.metrics["loss"], found.waits, found.scaled) == (0.5, {DATA: 0.25}, False)
-    finished.add(40, Amount(8), {"loss": 0.5}, 11.0)
+    finished.add(40, Amount(4), {"loss": 0.5}, 11.0)
+    assert finished.totals == Totals(2, 12, None, 1, 11.0)
     assert (facts().total, facts().left) == (40, 0)
     finished.add(41, Amount(8), {"loss": 0.5}, 12.0)
     assert (facts().step, facts().total, facts().left) == (41, None, None)  # the run goes on after its schedule

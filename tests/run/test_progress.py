@@ -69,16 +69,6 @@ def test_the_compilation_inside_another_counts_once(monkeypatch):
     assert add(12.0, 1.0, "/jax/other") == pytest.approx(7.0)
 
 
-def test_finished_steps_add_up():
-    finished = CompletedSteps()
-    finished.add(1, Amount(8, 80), {"loss": 2.0, "skipped": 1.0}, 10.0)
-    finished.add(2, Amount(4, 20), {"loss": 0.5}, 11.0)
-    assert (finished.number, finished.metrics) == (2, {"loss": 0.5})
-    assert finished.totals == (2, 12, 100, 1, 11.0)
-    finished.add(3, Amount(4), {"loss": 0.25}, 12.0)
-    assert finished.totals == (3, 16, None, 1, 12.0)
-
-
 @pytest.mark.parametrize(
     ("batch", "tokens"),
     [

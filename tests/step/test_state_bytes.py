@@ -6,13 +6,11 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler
 from helpers.fp8 import FP8
 from helpers.sampling import keep
 from helpers.tensor_models import make_step
 
 import jzero
-from jzero.planner import gpu_devices
 from jzero.planner.state_bytes import bytes_per_device, leaf_bytes, state_bytes
 from jzero.run.step_memory import by_module
 from jzero.tree import named
@@ -20,8 +18,6 @@ from models.llama import Llama, LlamaConfig
 
 COUNTERS = 2 * 4  # AdamW's number of updates and the schedule's, int32
 TINY = LlamaConfig(3, 64, 4, 2, 96, vocab_size=130, attention="xla")
-# The ZeRO paper's 7.5 billion parameters; every width is a multiple of 1,024, or its other dimension is.
-PAPER = LlamaConfig(36, 4096, 32, 32, 10_912, vocab_size=32_000)
 
 
 @lru_cache
@@ -55,18 +51,6 @@ def shapes_of(model):
 def held(shapes, group):
     """Elements of the parameters that one device of a ZeRO group holds: a leaf that nothing divides, it holds whole."""
     return sum(prod(s) // (group if any(d % group == 0 for d in part) else 1) for _, s, part in shapes)
-
-
-@needs_cuda_compiler
-def test_zero_papers_table():
-    """Table 1 of arXiv:1910.02054, 7.5 B parameters on 1,024 devices: GB per device at stages 0 to 3."""
-    model, mesh = llama(PAPER), jzero.make_mesh(devices=gpu_devices("h100", 1024))
-    assert PAPER.num_parameters == pytest.approx(7.5e9, rel=1e-3)
-    for stage, gigabytes in enumerate((120.0, 30.1, 15.1, 0.12)):
-        found = state_bytes(train_step(model, stage, mesh))
-        close = pytest.approx(gigabytes, abs=0.51 * 10 ** -(2 if gigabytes < 2 else 1))
-        assert found.total / PAPER.num_parameters * 7.5 == close, f"stage {stage}"
-        assert found.total == pytest.approx(found.formula, abs=COUNTERS)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +118,12 @@ def test_bytes_of_each_parameter(stage, axis):
     assert not found
 
 
-OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-
-
-@pytest.mark.parametrize("more", [{"optimizer": {"type": "adafactor", "params": {"lr": 1e-3}}}, OFFLOADED])
-def test_parameters_add_up_to_the_whole(more):
-    step = tiny_step(0, 2, **more)
+def test_parameters_add_up_to_the_whole():
+    step = tiny_step(0, 2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
     masters, optimizer, *others = map(sum, zip(*leaf_bytes(step).values(), strict=True))
     whole = state_bytes(step)
-    expected = [whole.persistent, whole.parameters, whole.gradients, whole.host]
-    assert [masters + optimizer, *others] == expected
-    assert (whole.host > 0) == (more is OFFLOADED)
+    assert [masters + optimizer, *others] == [whole.persistent, whole.parameters, whole.gradients, whole.host]
+    assert whole.host > 0
 
 
 def test_the_table_by_module():

@@ -16,7 +16,6 @@ from test_state import (
     config,
     cross_entropy,
     dense,
-    micro_batches,
     plain_norm,
     stored_norm,
 )
@@ -85,27 +84,6 @@ class Flat:
     def loss(self, params, batch, rng):
         loss = cross_entropy(batch["x"] @ params["w"], batch["y"])
         return jzero.Mean(loss, self.count(params)) if self.count else loss, self.new(params, batch)
-
-
-def test_zero_3_partitions_large_state():
-    """The replicas agree on it after every micro-batch."""
-
-    def new(params, batch):
-        mean = batch["x"].mean()
-        return {"calls": params["calls"] + 1, "memory": (0.5 + mean) * params["memory"] + mean}
-
-    model = Flat({"calls": jnp.zeros((), jnp.int32), "memory": jnp.zeros((8, 64))}, new)
-    more = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
-    step, state = started(model, config(**more), mesh=mesh())
-    assert step.state_shardings.params["memory"].spec == jax.sharding.PartitionSpec("zero")
-    memory = 0.0
-    for batch in BATCHES[:2]:
-        state, _ = step(state, batch)
-        for part in micro_batches(step, batch):
-            memory = (0.5 + part["x"].mean()) * memory + part["x"].mean()
-    np.testing.assert_allclose(state.params["memory"], memory, rtol=1e-5, atol=1e-7)
-    assert np.isfinite(step.evaluate(state, BATCHES[0]))
-    assert int(state.params["calls"]) == 2 * ACCUM
 
 
 class Sharing:

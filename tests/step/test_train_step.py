@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import reference
-from helpers.oracle import plain_loop
 from helpers.reference import BATCH, DECODER, Decoder, Layout, batches, initial, leaves, model, train
 from helpers.refusals import compilations
 from helpers.sampling import keep
@@ -19,34 +18,6 @@ import jzero
 from jzero.model import stack_loss
 from jzero.passes.gradients import sums_of_squares
 from jzero.step import state
-
-
-@pytest.mark.parametrize("stage", keep([0, 2, 3], [3]))
-def test_frozen_leaves(stage):
-    """Bitwise alone, no optimizer state, and out of the gradient norm: as if they were constants."""
-    layout = DECODER._replace(stage=stage)
-    config = layout.config(frozen_parameters=["embed", "stack/b"], gradient_clipping=reference.CLIP["decoder"])
-    step, state = started(model("decoder"), config, layout.mesh)
-    start = initial("decoder")
-    losses, norms, state = train(step, state, batches("decoder"))
-    for part, name, frozen in (("ends", "embed", 1), ("stack", "b", 1), ("ends", "head", 0), ("stack", "w", 0)):
-        assert np.array_equal(state.params[part][name], start[part][name]) == bool(frozen), name
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
-    assert sum("'head'" in p for p in paths) == sum("'w'" in p for p in paths) == 2
-    assert not any("'embed'" in p or "'b'" in p for p in paths)
-
-    def mean(trained, batch):
-        params = jax.tree.map(jnp.asarray, {part: {**start[part], **trained[part]} for part in start})
-        total, count = model("decoder").loss(params, batch, None)
-        return total / count
-
-    trained = {"ends": {"head": start["ends"]["head"]}, "stack": {"w": start["stack"]["w"]}}
-    tx = optax.chain(
-        optax.clip_by_global_norm(reference.CLIP["decoder"]), optax.adamw(reference.LR, weight_decay=reference.DECAY)
-    )
-    plain = plain_loop(mean, trained, batches("decoder"), tx)
-    np.testing.assert_allclose(losses, plain.losses, rtol=1e-6)
-    np.testing.assert_allclose(norms, plain.norms, rtol=1e-6)
 
 
 def test_small_parameters_are_drawn_by_a_kernel_on_one_gpu(monkeypatch):
@@ -99,14 +70,6 @@ def test_the_state_is_born_sharded_and_donated(stage):
     after, _ = step(state, batches("decoder")[0])
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
     assert jax.tree.map(lambda x: x.sharding, after) == step.state_shardings
-
-
-def test_bf16_masters_and_optimizer_states():
-    low = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    config = DECODER.config(bf16={"enabled": True, **low})
-    shapes = jzero.make_train_step(model("decoder"), config, mesh=DECODER.mesh).state_shapes
-    for tree in (shapes.params, optax.tree.get(shapes.opt_state, "mu")):
-        assert {x.dtype.name for x in jax.tree.leaves(tree)} == {"bfloat16"}
 
 
 class Draws:
