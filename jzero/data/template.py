@@ -89,8 +89,11 @@ class Template:
     def _has_blocks(self, tools: Tools) -> bool:
         try:
             return bool(GENERATION.search(self.tokenizer.get_chat_template(None, tools)))
-        except ValueError as error:  # it has none
-            raise ConfigError(f"tokenizer.chat_template: {error}") from error
+        except ValueError as error:  # it has none, or none of several is the default
+            if self.tokenizer.chat_template is None:
+                fix = "use an instruct model, or samples of prompt and completion"
+                raise ConfigError(f"the tokenizer has no chat template (tokenizer.chat_template): {fix}") from None
+            raise ConfigError(f"tokenizer.chat_template: {one_line(str(error))}") from error
 
     def _by_blocks(self, messages: Sequence[Message], mask: Mask, tools: Tools) -> Encoded:
         found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
@@ -149,17 +152,20 @@ def read_messages(value: object, name: str) -> list[Message]:
     """Read a list of messages, without fields that are None: Arrow adds the fields that other messages have.
 
     Raises:
-      ConfigError: not a list of {"role": ..., ...}.
+      ConfigError: not a list of {"role": ..., ...}; a message with nothing but its role.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(f'{name} is {shorten(repr(value), 80)}: must be a list of {{"role": ..., "content": ...}}')
-    for message in value:
+    for number, message in enumerate(value, 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
             fix = f"; {how_to_rename(name, name)}" if is_sharegpt else ""
             raise ConfigError(
                 f'{name} contains {shorten(repr(message), 80)}: must be {{"role": ..., "content": ...}}{fix}'
             )
+        if message.get("content") is None and not any(x for key, x in message.items() if key != "role"):
+            of = f"message {number} ({message['role']})"
+            raise ConfigError(f'{name}: content of {of} is null: must be a text, "" for none')
     return [{key: _present(x) for key, x in message.items() if x is not None or key == "content"} for message in value]
 
 

@@ -125,12 +125,8 @@ FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
     option(
         "--beta B", "of preferences: how dear it is to leave the model before the training (default 0.1)", type=float
     ),
-    option(
-        "--no_pack",
-        "one sample a row (default: several, which attention keeps apart)",
-        dest="pack",
-        action="store_false",
-    ),
+    option("--pack", "several samples a row, which attention keeps apart (default, unless rows get few)"),
+    option("--no_pack", "one sample a row", dest="pack", action="store_false"),
     option("--held_out SHARE", "of the rows, for evaluations; 0: none (default 0.05)", type=float),
     option("--evaluations N", "in the run (default 10)", type=int),
     option("--patience N", "stop after N evaluations without a better loss", type=int),

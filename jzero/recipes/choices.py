@@ -26,7 +26,7 @@ from jzero.models.quantized import Kind
 from jzero.models.tensor_names import linear_modules, tensor_rows
 from jzero.planner.candidates import POLICIES, POLICY, Raw, merged, value_at
 from jzero.planner.memory import usable_memory_here
-from jzero.recipes.examples import Examples, Rows
+from jzero.recipes.examples import Examples, Rows, many
 from jzero.recipes.fitting import Fit, choose_fit
 from jzero.recipes.starting_point import StartingPoint
 from jzero.step.train_step import TrainStep, make_train_step
@@ -38,7 +38,7 @@ RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4, "random": 1e-3}  # of a pres
 LONGEST, SHORTEST = 2048, 32  # tokens of a row, without --length
 ROWS, MICRO_ON_CPU = 16, 4
 FEW = 64  # rows of text, below which shorter ones are made
-PREFERENCES = "preferences"
+PREFERENCES, POSITIONS = "preferences", "max_position_embeddings"
 RATE = "optimizer.params.lr"
 HALF = ("bf16", "fp16")  # the device decides: a T4 or V100 is fast in fp16 alone
 DECIDED = {  # keys that options decide, since the choices count with them
@@ -69,7 +69,7 @@ class Options:
     rank: int = 16
     quantize: Kind = "nf4"
     beta: float = 0.1
-    pack: bool = True
+    pack: bool | None = None
     held_out: float = 0.05
     evaluations: int = 10
     patience: int | None = None
@@ -128,17 +128,20 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     if method == "qlora" and start.directory is None:
         raise ConfigError(f"--method qlora: {start.name} has no weights to quantise, which a directory has")
     check_use(o, method, examples.kind)
-    data, why_length = encode_rows(start, examples, o)
+    data, why_length, why_packed = encode_rows(start, examples, o)
     batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
     if o.batch is None and len(data) < batch + (o.held_out > 0):
+        fixes = {"more samples": True, "--no_pack": data.packs, "shorter rows (--length)": examples.kind == "text",
+                 "--held_out 0": o.held_out and len(data) >= batch}  # fmt: skip
         raise ConfigError(
-            f"{examples.name}: {len(data)} rows of {data.length} tokens are too few for a step on {devices} devices"
-            f"{' and a row held out' if o.held_out else ''}: give more samples, shorter rows (--length) or --held_out 0"
+            f"{examples.name}: {many(len(data), 'row')} of {data.length:,} tokens, too few for a step on "
+            f"{many(devices, 'device')}{' and a row held out' if o.held_out else ''}: give "
+            f"{' or '.join(fix for fix, helps in fixes.items() if helps)}"
         )
     if batch % devices or len(data) < batch + (o.held_out > 0):
         raise ConfigError(
-            f"--batch {batch}: must be a multiple of the {devices} devices, and smaller than the {len(data)} rows of "
-            f"{examples.name} (now of {data.length} tokens: shorter rows are more)"
+            f"--batch {batch}: must be a multiple of the {many(devices, 'device')}, and smaller than the "
+            f"{many(len(data), 'row')} of {examples.name} (now of {data.length} tokens: shorter rows are more)"
         )
     rate = o.lr or RATES[method if start.directory else "random"] * (0.1 if examples.kind == PREFERENCES else 1)
     config = base_config(batch, rate, o, method, devices)
@@ -147,7 +150,7 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     held, train = hold_out(len(data), fit.micro * devices, o)
     if len(train) < batch:
         raise ConfigError(
-            f"--held_out {o.held_out}: leaves {len(train)} of {len(data)} rows, less than --batch {batch}"
+            f"--held_out {o.held_out}: leaves {len(train)} of {many(len(data), 'row')}, less than --batch {batch}"
         )
     steps = o.steps or max(1, round(o.epochs * len(train) / batch))
     config["scheduler"] = warmup_cosine(rate, steps)
@@ -162,15 +165,16 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
         "lora": adapters,
         "qlora": f"{adapters}, which are kept in --quantize {o.quantize}",
     }
-    loss = f"DPO, --beta {o.beta:g}" if examples.kind == PREFERENCES else "the next token's"
+    of_epochs = f": --epochs {o.epochs:g} of {many(len(train), 'row')}"
     lines = [
-        f"data: {examples.name}, {len(examples.samples):,} x {examples.kind}; the loss is {loss}",
+        f"data: {examples.words()}" + (f", --beta {o.beta:g}" if examples.kind == PREFERENCES else ""),
         f"--method {method}: {trained[method]}",
-        f"--length {data.length}: {why_length}; {repr(data) if o.pack else 'one sample a row'}",
+        f"--length {data.length}: {why_length}",
+        "; ".join([f"{why_packed}{data!r}", *data.limit.notes()]),
         f"--batch {batch} rows a step; --micro_batch {fit.micro}, --recompute {fit.policy}: {why_fit}",
-        f"--lr {rate:g}; --steps {steps}" + ("" if o.steps else f": --epochs {o.epochs:g} of {len(train)} rows"),
-        f"--held_out {o.held_out:g}: {len(held)} rows" + (f", --evaluations {o.evaluations}" if len(held) else ""),
-        f"ZeRO stage {config['zero_optimization']['stage']} on {devices} device{'s' * (devices > 1)} (--config)",
+        f"--lr {rate:g}; --steps {steps}" + (of_epochs if o.steps is None else ""),
+        f"--held_out {o.held_out:g}: {many(len(held), 'row')}" + f", --evaluations {o.evaluations}" * bool(len(held)),
+        f"ZeRO stage {config['zero_optimization']['stage']} on {many(devices, 'device')} (--config)",
     ]
     return Choices(config, model, shape, data, held, train, steps, lines)
 
@@ -181,35 +185,46 @@ def check_use(o: Options, method: Method, kind: str) -> None:
         "rank": method == "full" and "--method lora and qlora",
         "quantize": method != "qlora" and "--method qlora",
         "beta": kind != PREFERENCES and "preferences (chosen, rejected)",
+        "pack": kind == PREFERENCES and "texts, completions and conversations",
     }
     given = {name: value for name, value in vars(o).items() if value != getattr(Options, name)}
     if useless := [name for name, others in of_others.items() if others and name in given]:
         raise ConfigError(*(f"--{x} {given[x]}: is for {of_others[x]}, and not used here" for x in useless))
 
 
-def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[Rows, str]:
-    """Encode the samples in rows as short as the longest sample allows; return why they have this length."""
+def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[Rows, str, str]:
+    """Encode the samples in rows as short as the longest sample allows; return why this length and this packing.
+
+    Packed are they unless that leaves less than a batch and a row held out, and one sample a row gives more.
+    """
     there = start.shape.download.config if start.shape.download else {}
-    limit = there.get("max_position_embeddings") or LONGEST  # some have null
+    limit = there.get(POSITIONS) or LONGEST  # some have null
     length = o.length or min(LONGEST, limit)
 
-    def rows(length: int) -> Rows:
+    def rows(length: int, pack: bool = o.pack is not False) -> Rows:
         try:
-            return examples.rows(start.tokenizer, length, start.shape.vocab_size, o.pack)
+            return examples.rows(start.tokenizer, length, start.shape.vocab_size, pack)
         except ConfigError as error:
             raise ConfigError(f"{examples.name}: {error}") from None
 
     data = rows(length)
     if o.length:
-        beyond = f", beyond the model's max_position_embeddings {limit:,}" if there and o.length > limit else ""
-        return data, f"as asked{beyond}"
-    longest = data.limit.longest
-    why, shorter = f"the longest sample has {longest:,} tokens", max(SHORTEST, 1 << (longest - 1).bit_length())
-    if shorter < length:
-        data = rows(shorter)
-    while examples.kind == "text" and len(data) < FEW and data.length >= 2 * SHORTEST:
-        data, why = rows(data.length // 2), f"shorter than a text, for {FEW} rows"
-    return data, why
+        why = f"as asked, beyond the model's {POSITIONS} {limit:,}" if there and o.length > limit else "as asked"
+    else:
+        longest = data.limit.longest
+        shorter = max(SHORTEST, 1 << (longest - 1).bit_length())
+        most = f"the model's {POSITIONS}" if limit < LONGEST else "the most by default"
+        why = f"the longest sample has {longest:,} tokens" if longest < length else most
+        if shorter < length:
+            data = rows(shorter)
+        while examples.kind == "text" and len(data) < FEW and data.length >= 2 * SHORTEST:
+            data = rows(data.length // 2)
+            why = f"short, so that there are at least {FEW} rows" if len(data) >= FEW else "short, for more rows"
+    few = len(data) < (o.batch or max(ROWS, jax.device_count())) + (o.held_out > 0)
+    if o.pack is None and data.packs and few and len(single := rows(data.length, pack=False)) > len(data):
+        return single, why, f"--no_pack: one sample a row; packed, there is only {many(len(data), 'row')}; "
+    packing = f"--{'' if data.packs else 'no_'}pack: {'several samples' if data.packs else 'one sample'} a row; "
+    return data, why, "" if examples.kind == PREFERENCES else packing
 
 
 def hold_out(count: int, multiple: int, o: Options) -> tuple[np.ndarray, np.ndarray]:
@@ -298,7 +313,7 @@ def fitting(
     if o.memory is None and there is None:
         few = max(n for n in range(1, min(rows, MICRO_ON_CPU) + 1) if rows % n == 0)
         fit = Fit(o.micro_batch or few, o.recompute or POLICIES[0], None)
-        return fit, "CPU devices have no limit of their own (--memory)"
+        return fit, "the defaults on CPUs (--memory plans for a limit)"
     most = parse_size(o.memory, "--memory") if o.memory else there.most if there else 0
 
     def needs(method: Method, given: Raw) -> Fit | int:

@@ -19,6 +19,13 @@ KINDS = {  # kind -> its fields; the first that fits
     "completions": ("prompt", "completion"),
     "text": ("text",),
 }
+SPLITS = "dataset_dict.json"  # of a `DatasetDict`: the names of its splits
+WORDS = {  # kind -> its samples, and what the loss is of
+    "preferences": "pair{s} of replies; the loss is DPO's",
+    "chat": "conversation{s}; the loss is that of the assistant's turns",
+    "completions": "prompt{s} with completion{s}; the loss is that of the completions",
+    "text": "text{s}; the loss is that of every token",
+}
 COLUMNS = {".csv": "", ".tsv": r', sep="\t"'}  # the options with which `datasets` reads them
 TAKEN = {"text": (str, "a string"), "messages": (list, "a list of messages")}  # by field; others take both
 FORMS = (
@@ -30,13 +37,14 @@ class Texts(PackedRows):
     """Training data of {"text"}, all of it trained, and {"prompt", "completion"}, whose completion is trained.
 
     A text ends with the tokenizer's end token, and what is longer than a row continues in another. Prompt and
-    completion are strings, or messages for the chat template; what is too long is cut.
+    completion are strings, or messages for the chat template; what is too long is cut. Strings are tokenized as one
+    text, so a space between them is a part of the completion's first token where the tokenizer says so.
 
     Args:
       samples, tokenizer, length, pack, vocab_size: as for `jzero.data.Chat`.
 
     Raises:
-      ConfigError: as `jzero.data.Chat`; a tokenizer without an end token.
+      ConfigError: as `jzero.data.Chat`; an empty completion; a tokenizer without an end token.
     """
 
     def __init__(self, samples: FileSamples | list[Any], tokenizer: Any, *, length: int, pack: bool, vocab_size: int):
@@ -46,6 +54,8 @@ class Texts(PackedRows):
             if kind_of_sample(sample, "the sample") == "text":
                 return in_parts(template.text("", str(sample["text"])), length)
             prompt, reply = sample["prompt"], sample["completion"]
+            if isinstance(reply, str) and not reply.strip():
+                raise ConfigError(f"completion is {reply!r}: must have a text to train on; leave the sample out")
             if isinstance(prompt, str) and isinstance(reply, str):
                 return [template.text(prompt, reply)]
             return [template.reply(read_messages(prompt, "prompt"), read_messages(reply, "completion"))]
@@ -54,19 +64,26 @@ class Texts(PackedRows):
         super().__init__(store, length, pack)
 
     def __repr__(self) -> str:
-        rows = f"{len(self):,} rows of {self.length:,}, {self._filled:.1%} filled"
-        return f"Texts({len(self.store.sizes):,} texts in {rows})"
+        rows = f"{many(len(self), 'row')} of {self.length:,}, {self._filled:.1%} filled"
+        return f"Texts({many(self.limit.samples, 'sample')} in {many(len(self.store.sizes), 'piece')}, {rows})"
 
 
 Rows = Chat | Pairs | Texts
 
 
 class Examples(NamedTuple):
-    """Samples of one kind of KINDS, and the name of their file."""
+    """Samples of one kind of KINDS, the name of their file, and its splits that are not read."""
 
     kind: str
     samples: FileSamples | list[Any]
     name: str
+    unread: Sequence[str] = ()
+
+    def words(self) -> str:
+        """Return how many samples there are, what the loss is of, and what is not read."""
+        text = WORDS[self.kind].format(s="s" * (len(self.samples) != 1))
+        splits = f"; not read: {some_of(self.unread)}" if self.unread else ""
+        return f"{self.name}, {len(self.samples):,} {text}{splits}"
 
     def rows(self, tokenizer: Any, length: int, vocab_size: int, pack: bool) -> Rows:
         """Encode all samples in rows of `length` tokens.
@@ -96,7 +113,8 @@ def read_examples(path: str | Path) -> Examples:
         samples[where.removeprefix(f"{path} ")] = sample
     if not samples:
         raise ConfigError(f"{path} is empty: expected a sample in each line, with the fields {FORMS}")
-    return Examples(kind, samples, path.name)
+    unread = [split for split in splits_of(path) if split != "train"]
+    return Examples(kind, samples, path.name, unread)
 
 
 def kind_of_sample(sample: object, where: str) -> str:
@@ -113,6 +131,10 @@ def kind_of_sample(sample: object, where: str) -> str:
                 taken, words = TAKEN.get(field, (Sequence, "a string or a list of messages"))
                 if not isinstance(sample[field], taken):
                     raise ConfigError(f"{where}: {field} is {shorten(repr(sample[field]), 80)}: must be {words}")
+            turns = sample["messages"] if kind == "chat" else ()
+            roles = [turn.get("role") for turn in turns if isinstance(turn, Mapping)]
+            if any(roles) and "assistant" not in roles:
+                raise ConfigError(f"{where}: no turn of the role assistant to train on; the roles are {some_of(roles)}")
             return kind
     fix = how_to_read(sample, "messages")
     how = f"; `datasets` makes them: {fix}" if fix else ""
@@ -161,6 +183,11 @@ def _table(path: Path) -> Iterator[Any]:
         if path.is_dir():
             import datasets
 
+            if not any((path / file).exists() for file in ("state.json", SPLITS)):
+                raise ConfigError(
+                    f"{path} is a directory that `datasets` has not saved: DATA is JSONL, a text file, Parquet, or a "
+                    f"directory of `save_to_disk`; `cat {path}/*.jsonl > all.jsonl` makes one file of many"
+                )
             found = datasets.load_from_disk(str(path))
             if isinstance(found, Mapping) and "train" not in found:
                 raise ConfigError(f"{path} has the splits {some_of(found)}: must have train, or be one split alone")
@@ -173,6 +200,21 @@ def _table(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path}: data sets and Parquet need more packages: {install_command('chat')}") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def splits_of(path: Path) -> list[str]:
+    """Return the splits of a directory that a `DatasetDict` has written; none of anything else."""
+    file = path / SPLITS
+    return json.loads(file.read_text())["splits"] if file.is_file() else []
+
+
+def many(count: int, noun: str) -> str:
+    """Return a count and its noun.
+
+    >>> many(1, "row"), many(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def in_parts(text: Encoded, length: int) -> list[Encoded]:
