@@ -222,7 +222,7 @@ def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[R
             why = f"short, so that there are at least {FEW} rows" if len(data) >= FEW else "short, for more rows"
     few = len(data) < (o.batch or max(ROWS, jax.device_count())) + (o.held_out > 0)
     if o.pack is None and data.packs and few and len(single := rows(data.length, pack=False)) > len(data):
-        return single, why, f"--no_pack: one sample a row; packed, there is only {many(len(data), 'row')}; "
+        return single, why, f"--no_pack: one sample a row; packed, they fill only {many(len(data), 'row')}; "
     packing = f"--{'' if data.packs else 'no_'}pack: {'several samples' if data.packs else 'one sample'} a row; "
     return data, why, "" if examples.kind == PREFERENCES else packing
 

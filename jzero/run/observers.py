@@ -82,6 +82,7 @@ class Observers:
         self.happened = deque[Event]()
         self._mark: tuple[int, Moment] = 0, Moment(time.perf_counter(), {})  # of the last progress line
         self._last_part = SCRIPT  # of the clock: what follows the last step
+        self._steps: tuple[Moment, Moment] | None = None  # when the first began, and when the last was given
         self._saving: SaveBegan | None = None
         self._files = dict(self.curves.places)
 
@@ -128,6 +129,7 @@ class Observers:
                 if not self._has_stepped and (step := self._step()):
                     self._show_first(event, step)
                 self._last_part = CHECKPOINT if event.last else SCRIPT
+                self._steps = self._steps[0] if self._steps else event.began, event.at
                 results = event.metrics, event.skipped
             case EvaluationGiven():
                 results = event.metrics
@@ -228,10 +230,11 @@ class Observers:
         self.clock.lap(DEVICE)
         if self.panel:
             self.panel.stop(keep=True)
-        if not (self.completed.totals.steps and self._config.progress.summary):
+        if not (self.completed.totals.steps and self._steps and self._config.progress.summary):
             return ""
         seconds = self.clock.total
-        verdict = name_bottleneck(seconds, self._config, self._devices, self.profiles.times)
+        before, until = (moment.spent.get(SCRIPT, 0.0) for moment in self._steps)  # exports are no wait of a step
+        verdict = name_bottleneck(seconds | {SCRIPT: until - before}, self._config, self._devices, self.profiles.times)
         lines = [self.ledger.goodput(), *verdict]
         return summary_text(seconds, self.clock.cached, self.completed, lines, self._files)
 

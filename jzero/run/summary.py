@@ -41,9 +41,13 @@ def _stage(*stages: int) -> Applies:
     return lambda config, _: config.zero_optimization.stage in stages
 
 
+def _accelerated(config: Config, platform: str) -> bool:
+    return platform != "cpu"
+
+
 MICRO = (_always, "a larger train_micro_batch_size_per_gpu, while the memory lasts")
 # CPUs compute more slowly in bf16.
-BF16 = (lambda config, platform: config.precision == "fp32" and platform != "cpu", "bf16.enabled: true")
+BF16 = (lambda config, platform: config.precision == "fp32" and _accelerated(config, platform), "bf16.enabled: true")
 
 # Parts of the clock in which the devices wait -> the rule.
 WAITED = {
@@ -54,7 +58,7 @@ WAITED = {
     )),
     "script": Bound("script-bound", "the devices waited for the script between the steps", (
         (_always, "float(loss) and other reads of results only every few steps: each waits for its step"),
-        (_always, "engine.train_batch() instead of forward, backward and step"),
+        (_always, "engine.train_batch(), if it calls forward, backward and step"),
         MICRO,
     )),
     "host": Bound("host-bound", "the devices waited for the host to start a step", (
@@ -75,7 +79,7 @@ COMPUTES = Bound("compute-bound", "the devices computed", (
     (lambda c, _: c.activation_checkpointing is not None and c.activation_checkpointing.kind == "full",
      'activation_checkpointing.policy: "matmuls", which recomputes less'),
     (lambda c, _: c.mesh.pipe > 1, "more gradient_accumulation_steps: a smaller bubble of the pipeline"),
-    MICRO,
+    (_accelerated, MICRO[1]),  # CPUs multiply small matrices as fast
 ))  # fmt: skip
 
 
@@ -90,7 +94,7 @@ def name_bottleneck(
       profiled: the time of a step's parts on a device, if one was profiled.
 
     Returns:
-      The lines; none for less than a minute of steps.
+      The lines; none for less than a minute of steps, and no settings where none helps.
 
     >>> config = Config.load({"train_batch_size": 8})
     >>> for line in name_bottleneck({"data": 40.0, "device": 55.0, "host": 5.0}, config, jax.devices()):
@@ -114,7 +118,7 @@ def name_bottleneck(
             return [f"device-bound: the devices worked, {share:.0%} of {of}; wall_clock_breakdown separates "
                     "computation from communication"]  # fmt: skip
     settings = [text for applies, text in rule.settings if applies(config, devices[0].platform)][:MOST]
-    return [f"{rule.name}: {rule.about}, {share:.0%} of {of}", f"try {'; or '.join(settings)}"]
+    return [f"{rule.name}: {rule.about}, {share:.0%} of {of}", *([f"try {'; or '.join(settings)}"] if settings else [])]
 
 
 # The parts of the clock in the words of a summary. The devices' time is that of steps only, so the host's part of a

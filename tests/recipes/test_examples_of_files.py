@@ -45,10 +45,13 @@ def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
     else:
         datasets = pytest.importorskip("datasets")
         data = datasets.Dataset.from_list([SAMPLES[kind]] * 2)
-        data = datasets.DatasetDict({"train": data}) if form == "train" else data
+        data = datasets.DatasetDict({"train": data, "test": data}) if form == "train" else data
         data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
     found = read_examples(path)
     assert (found.kind, len(found.samples), found.name) == (kind, 2, path.name)
+    noun = {"text": "texts", "completions": "prompts", "chat": "conversations", "preferences": "pairs"}[kind]
+    assert found.words().startswith(f"{path.name}, 2 {noun}")
+    assert found.words().endswith("; not read: test") == (form == "train")
     rows = found.rows(tokenizer, 64, len(tokenizer), pack=False).rows(np.arange(2))
     labels = rows.get("chosen", rows)["labels"][1]
     expected = TRAINED[kind][1:] if kind == "text" else TRAINED[kind]
@@ -109,7 +112,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         ("empty.txt", "is empty"),
         ("splits", "has the splits test: must have train"),
         ("a.parquet", r"a\.parquet cannot be read"),
-        (tmp_path, "cannot be read"),
+        (tmp_path, r"is a directory that `datasets` has not saved: DATA is JSONL, .*; `cat .*/\*\.jsonl > all\.jsonl`"),
     ):
         refuses(lambda path=path: read_examples(path), words)
 
@@ -127,10 +130,14 @@ def test_a_table_is_refused_with_the_line_that_makes_jsonl_of_it(name, between, 
 
 def test_a_conversation_that_cannot_be_trained(tmp_path, tokenizer):
     for messages, words in (
-        (TALK[:1], "no conversation to train on: 1 of 1 have .*; only turns of .* assistant .* the roles are user: "),
-        ([{**turn, "role": "bot"} for turn in TALK], "the roles are bot: must be system, user, assistant or tool$"),
+        (TALK[:1], "a.jsonl line 3: no turn of the role assistant to train on; the roles are user$"),
+        ([TALK[0], {**TALK[1], "role": "gpt"}], "line 3: no turn of .* the roles are user, gpt$"),
         ([TALK[0], {**TALK[1], "content": None}], r"^line 3: .*of message 2 \(assistant\) is null: must be a t"),
         ([TALK[0], {"role": "assistant", "tool_calls": []}], "^line 3: .* message 2 .assistant. is null"),
+        (
+            [TALK[0], {"role": "assistant", "tool_calls": [1]}],
+            "^line 3: the chat template .* of message 2 ",
+        ),
     ):
         path = write(tmp_path / "a.jsonl", "", "", {"messages": messages})
         refuses(lambda path=path: read_examples(path).rows(tokenizer, 64, 258, pack=True), words)
@@ -143,7 +150,8 @@ def test_samples_that_cannot_be_encoded(tokenizer):
     of_half = r"dataset\[0\]: the text has '\\ud800' at character .* half of a UTF-16"
     for kind, sample, options, words in (
         ("chat", CHAT, {"vocab_size": 100}, "is outside a vocabulary of 100"),
-        ("chat", CHAT, {"made": plain}, r"tokenizer\.chat_template"),
+        ("chat", CHAT, {"made": plain}, "the tokenizer has no chat template .*: use an instruct model, or"),
+        ("completions", {"prompt": "1?", "completion": " "}, {}, r"dataset\[0\]: completion is ' ': must have a text"),
         ("text", SAMPLES["text"], {"made": plain}, "eos_token is None"),
         ("text", {"text": half}, {}, of_half),
         ("chat", answered, {}, of_half),

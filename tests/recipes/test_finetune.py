@@ -172,8 +172,9 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"config": {"train_batch_size": 8}}, "--config has train_batch_size: give it as --batch"),
         ({"beta": float("nan")}, "--beta nan: must be positive"),
         ({"memory": 40}, "did you mean 40GB?"),
-        ({"length": 4096}, "too few for a step on 8 devices and a row held out: give more samples"),
         ({"lenght": 3}, "resume; did you mean 'length'?"),
+        ({"length": 4096, "pack": True}, "1 row of 4,096 tokens, too few for a step on 8 devices and"),
+        ({"length": 4096, "batch": 8, "pack": True}, "smaller than the 1 row of chat.jsonl"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
         ({"method": "full", "rank": 8}, "--rank 8: is for --method lora and qlora, and not used here"),
         ({"quantize": "int8", "beta": 0.2}, "--beta 0.2: is for preferences (chosen, rejected), and not used here"),
@@ -190,6 +191,21 @@ def test_a_length_beyond_the_models_positions_is_said(directory, tmp_path):
     start = starting_point(str(directory), None)
     for length, words in ((1024, "as asked, beyond the model's max_position_embeddings 512"), (512, "as asked")):
         assert choices.encode_rows(start, TEXTS, Options(out=tmp_path, length=length))[1] == words
+
+
+def test_few_samples_have_a_row_each(directory):
+    """Packed are they if that leaves a batch and a row held out, or if it is asked."""
+    start, packs = starting_point(str(directory), None), "--pack: several samples a row; "
+    for count, given, packed, words in (
+        (60, {}, False, "--no_pack: one sample a row; packed, they fill only 7 rows; "),
+        (60, {"pack": True}, True, packs),
+        (60, {"batch": 4}, True, packs),
+        (200, {}, True, packs),
+        (200, {"pack": False}, False, "--no_pack: one sample a row; "),
+    ):
+        chats = [SAMPLES["chat"]("a", "b" * (1 if i else 200)) for i in range(count)[::-1]]
+        data, _, why = choices.encode_rows(start, Examples("chat", chats, "x"), Options(**given))
+        assert (data.packs, why, packed or len(data)) == (packed, words, packed or count)
 
 
 def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys):
