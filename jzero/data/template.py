@@ -90,10 +90,9 @@ class Template:
         try:
             return bool(GENERATION.search(self.tokenizer.get_chat_template(None, tools)))
         except ValueError as error:  # it has none, or none of several is the default
-            if self.tokenizer.chat_template is None:
-                fix = "use an instruct model, or samples of prompt and completion"
-                raise ConfigError(f"the tokenizer has no chat template (tokenizer.chat_template): {fix}") from None
-            raise ConfigError(f"tokenizer.chat_template: {one_line(str(error))}") from error
+            none = "there is none: use an instruct model, or samples of prompt and completion"
+            why = one_line(str(error)) if self.tokenizer.chat_template else none
+            raise ConfigError(f"the tokenizer's chat_template: {why}") from error
 
     def _by_blocks(self, messages: Sequence[Message], mask: Mask, tools: Tools) -> Encoded:
         found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)

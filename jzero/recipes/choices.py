@@ -193,10 +193,7 @@ def check_use(o: Options, method: Method, kind: str) -> None:
 
 
 def encode_rows(start: StartingPoint, examples: Examples, o: Options) -> tuple[Rows, str, str]:
-    """Encode the samples in rows as short as the longest sample allows; return why this length and this packing.
-
-    Packed are they unless that leaves less than a batch and a row held out, and one sample a row gives more.
-    """
+    """Encode the samples in rows as short as the longest allows, packed unless rows get few; return why both."""
     there = start.shape.download.config if start.shape.download else {}
     limit = there.get(POSITIONS) or LONGEST  # some have null
     length = o.length or min(LONGEST, limit)

@@ -37,8 +37,7 @@ class Texts(PackedRows):
     """Training data of {"text"}, all of it trained, and {"prompt", "completion"}, whose completion is trained.
 
     A text ends with the tokenizer's end token, and what is longer than a row continues in another. Prompt and
-    completion are strings, or messages for the chat template; what is too long is cut. Strings are tokenized as one
-    text, so a space between them is a part of the completion's first token where the tokenizer says so.
+    completion are strings, or messages for the chat template; what is too long is cut.
 
     Args:
       samples, tokenizer, length, pack, vocab_size: as for `jzero.data.Chat`.
@@ -113,8 +112,8 @@ def read_examples(path: str | Path) -> Examples:
         samples[where.removeprefix(f"{path} ")] = sample
     if not samples:
         raise ConfigError(f"{path} is empty: expected a sample in each line, with the fields {FORMS}")
-    unread = [split for split in splits_of(path) if split != "train"]
-    return Examples(kind, samples, path.name, unread)
+    splits = json.loads((path / SPLITS).read_text())["splits"] if (path / SPLITS).is_file() else []
+    return Examples(kind, samples, path.name, [split for split in splits if split != "train"])
 
 
 def kind_of_sample(sample: object, where: str) -> str:
@@ -184,10 +183,8 @@ def _table(path: Path) -> Iterator[Any]:
             import datasets
 
             if not any((path / file).exists() for file in ("state.json", SPLITS)):
-                raise ConfigError(
-                    f"{path} is a directory that `datasets` has not saved: DATA is JSONL, a text file, Parquet, or a "
-                    f"directory of `save_to_disk`; `cat {path}/*.jsonl > all.jsonl` makes one file of many"
-                )
+                fix = f"give one file (`cat {path}/*.jsonl > all.jsonl` joins several), or a directory of save_to_disk"
+                raise ConfigError(f"{path}: `datasets` has not saved this directory; {fix}")
             found = datasets.load_from_disk(str(path))
             if isinstance(found, Mapping) and "train" not in found:
                 raise ConfigError(f"{path} has the splits {some_of(found)}: must have train, or be one split alone")
@@ -202,18 +199,8 @@ def _table(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
-def splits_of(path: Path) -> list[str]:
-    """Return the splits of a directory that a `DatasetDict` has written; none of anything else."""
-    file = path / SPLITS
-    return json.loads(file.read_text())["splits"] if file.is_file() else []
-
-
 def many(count: int, noun: str) -> str:
-    """Return a count and its noun.
-
-    >>> many(1, "row"), many(1200, "row")
-    ('1 row', '1,200 rows')
-    """
+    """Return a count and its noun: "1 row", "1,200 rows"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 

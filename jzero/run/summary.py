@@ -41,13 +41,9 @@ def _stage(*stages: int) -> Applies:
     return lambda config, _: config.zero_optimization.stage in stages
 
 
-def _accelerated(config: Config, platform: str) -> bool:
-    return platform != "cpu"
-
-
 MICRO = (_always, "a larger train_micro_batch_size_per_gpu, while the memory lasts")
 # CPUs compute more slowly in bf16.
-BF16 = (lambda config, platform: config.precision == "fp32" and _accelerated(config, platform), "bf16.enabled: true")
+BF16 = (lambda config, platform: config.precision == "fp32" and platform != "cpu", "bf16.enabled: true")
 
 # Parts of the clock in which the devices wait -> the rule.
 WAITED = {
@@ -79,7 +75,7 @@ COMPUTES = Bound("compute-bound", "the devices computed", (
     (lambda c, _: c.activation_checkpointing is not None and c.activation_checkpointing.kind == "full",
      'activation_checkpointing.policy: "matmuls", which recomputes less'),
     (lambda c, _: c.mesh.pipe > 1, "more gradient_accumulation_steps: a smaller bubble of the pipeline"),
-    (_accelerated, MICRO[1]),  # CPUs multiply small matrices as fast
+    (lambda _, platform: platform != "cpu", MICRO[1]),  # CPUs multiply small matrices as fast
 ))  # fmt: skip
 
 
