@@ -16,8 +16,7 @@ from pathlib import Path
 import generated_part
 
 from jzero.config.sizes import MICRO
-from jzero.model import Model
-from jzero.planner.candidates import POLICY, UNROLL, Shapes, Task, merged
+from jzero.planner.candidates import POLICY, UNROLL, Task, merged
 from jzero.planner.gpus import Cluster
 from jzero.planner.named_models import tokens
 from jzero.planner.plan import plan
@@ -27,15 +26,6 @@ from jzero.recipes.recipe_table import COLUMNS, FILE, PRICE, Recipe, cells, load
 
 PATH = Path(__file__).parent.parent / "jzero/recipes" / FILE
 FASTER = 1.05  # what a search finds replaces a recipe from here on
-
-
-class RecipeTask(Task):
-    """The task of a search whose `model` is the name of a recipe: its model, with its adapters."""
-
-    @property
-    def named(self) -> tuple[Model, Shapes]:
-        (recipe,) = (one for one in load_recipes() if one.name == self.model)
-        return recipe.make_model(), tokens(recipe.sequence)
 
 
 def generated() -> Iterator[str]:
@@ -69,7 +59,7 @@ def searched(recipe: Recipe) -> Recipe:
     kept = {key: value for key, value in recipe.config.items() if key not in (MICRO, "activation_checkpointing")}
     cluster = Cluster(recipe.gpu, recipe.nodes, recipe.gpus_per_node)
     raw = merged(kept, {UNROLL: False, "mesh.pipe": 1})
-    task = RecipeTask(raw, recipe.name, recipe.sequence, (), cluster, Rates.of(recipe.gpu))
+    task = Task(raw, recipe.model, recipe.sequence, (), cluster, Rates.of(recipe.gpu), recipe.adapters)
     best = search_configs(task, minutes=30).best.candidate
     changed = recipe._replace(config=merged(recipe.config, {key: best[key] for key in (MICRO, POLICY)}))
     other = None if changed == recipe else planned(changed)

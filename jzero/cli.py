@@ -116,7 +116,8 @@ def plan(args: Namespace) -> int:
         if args.config is None:
             from jzero.recipes.recipe_table import first_plan
 
-            raise ConfigError(f"CONFIG is missing; these commands plan one: {first_plan(args.model, args.gpu)}")
+            commands = first_plan(args.model, args.gpu, args.adapters)
+            raise ConfigError(f"CONFIG is missing; these commands plan one: {commands}")
         from jzero.planner import plan_command
 
         plan_command.start_jax(args)

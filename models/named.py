@@ -29,8 +29,11 @@ from .downloads import TEXT, Download
 from .families import FAMILIES
 from .gpt2 import GPT2Config
 from .llama import PRESETS
+from .lora import LoRAConfig
 from .moe import MixtureConfig
+from .quantized import Kind
 from .rope import RopeScaling
+from .tensor_names import linear_modules, tensor_rows
 from .vit import ViT, ViTConfig
 
 READERS = {"bert": BertConfig.read, "vit": ViTConfig.read, **dict.fromkeys(FAMILIES, decoder_config)}
@@ -160,6 +163,21 @@ def find_model(name: str, **changes: Any) -> FoundModel:
         raise ConfigError(_unknown(name))
     check_fields(type(SHAPES[name]), changes)
     return FoundModel(name, dataclasses.replace(SHAPES[name], **changes))
+
+
+def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> DecoderConfig:
+    """Return a decoder's shape with the adapters of a fine-tuning, at each matrix that its family's files name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    family = getattr(shape, "family", None)  # which decoders have
+    modules = linear_modules(tensor_rows(shape, FAMILIES[family].names)) if family else ()
+    if not modules:
+        files = f"files of {family} have no matrices that adapters can name" if family else "takes no adapters"
+        raise ConfigError(f"{name}: {files}; train all weights (jzero finetune: --method full)")
+    lora = LoRAConfig(r=rank, lora_alpha=2 * rank, target_modules=[*modules], quantized=quantized)
+    return dataclasses.replace(shape, lora=lora)
 
 
 def _unknown(name: str) -> str:

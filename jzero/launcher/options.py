@@ -111,6 +111,7 @@ RUN = {
 }
 FINETUNE = [  # of jzero.recipes.choices.Options, which has the defaults
     option("--out DIR", "a new or empty directory, or with --resume that of the run (default finetuned)"),
+    option("--recipe NAME", "of `jzero recipes`: gives method, batch, lr, ZeRO stage, ... unless an option does"),
     option("--method", "default: lora for downloads, full for presets", choices=["full", "lora", "qlora"]),
     option("--tokenizer DIR", "default: the model's; of a preset: bytes"),
     option("--length TOKENS", "of a row (default: as the longest sample, at most 2048)", type=int),
@@ -181,6 +182,8 @@ OTHERS = {
                 default="llama:8b",
             ),
             option("--set FIELD=VALUE", "change a preset's shape: num_layers=16", action="append", default=[]),
+            option("--adapters", "train adapters, as jzero finetune --method does", choices=["lora", "qlora"]),
+            option("--rank N", "of the adapters (default 16)", type=int),
             option("--seq TOKENS", "tokens of a row (default 4096)", type=int, default=4096),
             option("--gpu KIND", "h100, h200, b200, ... (default h200)", default="h200"),
             option("--nodes", "default 1", type=int, default=1),

@@ -23,7 +23,7 @@ from jzero.mesh import resolve_mesh
 from jzero.model import Model
 from jzero.pipeline.schedules import make_schedule
 from jzero.planner.gpus import Cluster, described_gpus, gpu_devices
-from jzero.planner.named_models import Shapes, named_model
+from jzero.planner.named_models import RANK, Shapes, named_model
 from jzero.planner.rates import Rates
 from jzero.planner.state_bytes import state_bytes
 from jzero.planner.traced_operations import matmuls
@@ -201,7 +201,7 @@ class Task:
 
     Attributes:
       raw: the config's dict; what it has is kept, the keys that it leaves open are chosen.
-      model, sequence, changes: as for `named_model`.
+      model, sequence, changes, adapters, rank: as for `named_model`.
       rates: of its GPUs.
     """
 
@@ -211,11 +211,13 @@ class Task:
     changes: tuple[str, ...]
     cluster: Cluster
     rates: Rates
+    adapters: str | None = None
+    rank: int = RANK
 
     @property
     def named(self) -> tuple[Model, Shapes]:
         """The model, and the function from the global batch size to the shapes of a batch."""
-        return named_model(self.model, self.sequence, self.changes)
+        return named_model(self.model, self.sequence, self.changes, self.adapters, self.rank)
 
 
 class Bounds:

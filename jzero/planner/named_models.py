@@ -26,24 +26,28 @@ if TYPE_CHECKING:
     from jzero.models.named import FoundModel
 
 Shapes = Callable[[int], PyTree]
+RANK = 16  # of adapters
 
 
-def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[Model, Shapes]:
+def named_model(
+    name: str, sequence: int, changes: Sequence[str] = (), adapters: str | None = None, rank: int = RANK
+) -> tuple[Model, Shapes]:
     """Return a model, and the function from the global batch size to the shapes of a batch.
 
     Args:
       name: as for `jzero.models.named.find_model`, or "package.module:function" of the user's own.
       sequence: tokens of a row.
       changes: of a shape's fields, as "num_layers=16".
+      adapters: "lora", "qlora" (with the layers' matrices in NF4) or None; of the rank, as `jzero finetune` adds them.
 
     Raises:
       ConfigError: an unknown model, field or module, or a function that fails.
     """
     if sequence < 1:
         raise ConfigError(f"--seq {sequence}: must be positive")
-    if _is_own(name):
-        if changes:
-            raise ConfigError(f"--set {changes[0]}: changes a preset or a download only, not {name}")
+    if is_function(name):
+        for option in [f"--adapters {adapters}"] * bool(adapters) + [f"--set {change}" for change in changes]:
+            raise ConfigError(f"{option}: changes a preset or a download only, not {name}")
         model, shapes = _call(name)
         return model, shapes or tokens(sequence)
     found = _changed_model(name, changes)
@@ -51,12 +55,15 @@ def named_model(name: str, sequence: int, changes: Sequence[str] = ()) -> tuple[
         raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
     if found.directory is None and 0 < (getattr(found.shape, "max_positions", 0) or 0) < sequence:
         found = found._replace(shape=dataclasses.replace(found.shape, max_positions=sequence))
+    if adapters:
+        add = importlib.import_module("jzero.models.named").add_adapters
+        found = found._replace(shape=add(name, found.shape, rank, "nf4" if adapters == "qlora" else None))
     return _made(found), tokens(sequence)
 
 
 def model_alone(name: str) -> Model:
     """Return the model of a name for `named_model`, without a batch: one of images, too."""
-    return _call(name)[0] if _is_own(name) else _made(_changed_model(name, ()))
+    return _call(name)[0] if is_function(name) else _made(_changed_model(name, ()))
 
 
 def _made(found: FoundModel) -> Model:
@@ -65,10 +72,10 @@ def _made(found: FoundModel) -> Model:
 
 def about(name: str, changes: Sequence[str] = ()) -> str:
     """Return a line on a shape that has the layers of a published model and another vocabulary; "" for others."""
-    return "" if _is_own(name) else _changed_model(name, changes).note
+    return "" if is_function(name) else _changed_model(name, changes).note
 
 
-def _is_own(name: str) -> bool:
+def is_function(name: str) -> bool:
     """Return whether a name is that of the user's own function."""
     family, colon, _ = name.partition(":")
     return bool(colon) and family not in ("llama", "gpt2", "moe") and not os.path.isdir(name)

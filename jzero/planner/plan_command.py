@@ -31,7 +31,7 @@ from jzero.planner.candidates import (
 )
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import Cluster, gpu
-from jzero.planner.named_models import about, named_model, of_the_model
+from jzero.planner.named_models import RANK, about, is_function, named_model, of_the_model
 from jzero.planner.nearest import nearest, nearest_text, too_large
 from jzero.planner.plan import lower_step, no_compilation_cache
 from jzero.planner.plan_display import plan_text
@@ -81,8 +81,8 @@ def main(args: Namespace) -> int:
     _check(args)
     if args.search or args.fit or args.frontier:
         return _search(args)
-    config, cluster = Config.load(args.config), _cluster(args)
-    model, shapes = named_model(args.model, args.seq, args.set)
+    config, cluster = Config.load(_raw(args)), _cluster(args)
+    model, shapes = named_model(args.model, args.seq, args.set, args.adapters, args.rank or RANK)
     if args.formula:
         print(formula(model, config, cluster))
         return 0
@@ -111,6 +111,8 @@ def _check(args: Namespace) -> None:
     searches = args.search or args.fit or args.frontier
     for wrong, problem in (
         (args.price is not None and args.tokens is None, "--price: requires --tokens"),
+        (args.rank is not None and not args.adapters, "--rank: of adapters; add --adapters lora or qlora"),
+        (args.rank is not None and args.rank < 1, f"--rank {args.rank}: must be at least 1"),
         (
             not searches and (args.minutes is not None or args.out is not None),
             "--minutes, --out: of a search; add --search, --frontier or --fit",
@@ -149,6 +151,19 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--out: {OUT} exists; name the file to write")
 
 
+def _raw(args: Namespace) -> Raw:
+    """Read the config, which trains the adapters alone unless it says otherwise.
+
+    Raises:
+      ConfigError: a mistake in it, or it trains adapters and the model has none.
+    """
+    raw = ({"trainable_parameters": ["lora_"]} if args.adapters else {}) | read_config(args.config)
+    trained = Config.load(raw).trainable_parameters or ()
+    if "lora_" in trained and not args.adapters and not is_function(args.model):
+        raise ConfigError(f"trainable_parameters has lora_: {args.model} has none; add --adapters lora or qlora")
+    return raw
+
+
 def _cluster(args: Namespace) -> Cluster:
     return Cluster(args.gpu, args.nodes, args.gpus_per_node)
 
@@ -182,9 +197,8 @@ def formula(model: Model, config: Config, cluster: Cluster) -> str:
 
 
 def _search(args: Namespace) -> int:
-    raw = read_config(args.config)
-    Config.load(raw)  # raises for a mistake, before anything is searched
-    task = Task(raw, args.model, args.seq, tuple(args.set), _cluster(args), _rates(args))
+    raw, rank = _raw(args), args.rank or RANK
+    task = Task(raw, args.model, args.seq, tuple(args.set), _cluster(args), _rates(args), args.adapters, rank)
 
     def seen(found: Estimate) -> None:
         print(progress(raw, found), file=sys.stderr, flush=True)
@@ -225,6 +239,7 @@ def _next(task: Task, out: str) -> str:
     """Return the command that plans the config found."""
     of_preset = [word for change in task.changes for word in ("--set", change)]
     there = task.cluster
+    of_preset += ["--adapters", task.adapters, "--rank", str(task.rank)] if task.adapters else []
     where = ["--gpu", there.gpu, "--nodes", str(there.nodes), "--gpus_per_node", str(there.gpus_per_node)]
     return shlex.join(
         ["jzero", "plan", str(out), "--model", task.model, *of_preset, "--seq", str(task.sequence), *where]

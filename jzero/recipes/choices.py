@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,15 +20,15 @@ from jzero.errors import ConfigError
 from jzero.model import Model
 from jzero.models.decoder import Decoder
 from jzero.models.decoder_config import DecoderConfig
-from jzero.models.families import FAMILIES
-from jzero.models.lora import MODULES, LoRAConfig
+from jzero.models.lora import MODULES
+from jzero.models.named import add_adapters
 from jzero.models.preferences import PreferenceDecoder
 from jzero.models.quantized import Kind
-from jzero.models.tensor_names import linear_modules, tensor_rows
 from jzero.planner.candidates import POLICIES, POLICY, Raw, merged, value_at
 from jzero.planner.memory import usable_memory_here
 from jzero.recipes.examples import Examples, Rows, many
 from jzero.recipes.fitting import Fit, choose_fit
+from jzero.recipes.recipe_table import RATE, find_recipe
 from jzero.recipes.starting_point import StartingPoint
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
@@ -39,7 +40,6 @@ LONGEST, SHORTEST = 2048, 32  # tokens of a row, without --length
 ROWS, MICRO_ON_CPU = 16, 4
 FEW = 64  # rows of text, below which shorter ones are made
 PREFERENCES, POSITIONS = "preferences", "max_position_embeddings"
-RATE = "optimizer.params.lr"
 HALF = ("bf16", "fp16")  # the device decides: a T4 or V100 is fast in fp16 alone
 DECIDED = {  # keys that options decide, since the choices count with them
     TRAIN: "--batch",
@@ -48,7 +48,7 @@ DECIDED = {  # keys that options decide, since the choices count with them
     RATE: "--lr",
     "scheduler": "--lr and --steps",
     "activation_checkpointing": "--recompute",
-    "trainable_parameters": "--method",
+    "trainable_parameters": "--method; a whole recipe as --recipe NAME",
 }
 
 
@@ -57,6 +57,7 @@ class Options:
     """The options of a fine-tuning; those that are None are chosen, and `jzero finetune --help` describes them."""
 
     out: str | Path = "finetuned"
+    recipe: str | None = None
     method: Method | None = None
     tokenizer: str | None = None
     length: int | None = None
@@ -96,6 +97,13 @@ class Options:
             raise ConfigError(*problems)
         if self.memory is not None:
             parse_size(str(self.memory), "--memory")  # a number would be bytes
+        merged_sections(base_config(1, 1.0, self, "lora", 1), self.config)  # raises before a model is read
+
+    def of_recipe(self, kind: str) -> Raw:
+        """Return what the recipe decides of a tuning on such samples: the options that are left open."""
+        given = find_recipe(self.recipe, tunes=True).options if self.recipe else {}
+        kept = {"lr"} if kind == PREFERENCES else ()  # a recipe's rate is one of next tokens
+        return {name: given[name] for name in given if name not in kept and getattr(self, name) is None}
 
 
 class Choices(NamedTuple):
@@ -123,26 +131,14 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     Raises:
       ConfigError: options that do not go together, data that cannot be encoded, a model that does not fit.
     """
-    o, devices = options, jax.device_count()
+    of_recipe, devices = options.of_recipe(examples.kind), jax.device_count()
+    o = dataclasses.replace(options, **of_recipe)
     method = o.method or ("lora" if start.directory else "full")
     if method == "qlora" and start.directory is None:
         raise ConfigError(f"--method qlora: {start.name} has no weights to quantise, which a directory has")
     check_use(o, method, examples.kind)
     data, why_length, why_packed = encode_rows(start, examples, o)
-    batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
-    if o.batch is None and len(data) < batch + (o.held_out > 0):
-        fixes = {"more samples": True, "--no_pack": data.packs, "shorter rows (--length)": examples.kind == "text",
-                 "--held_out 0": o.held_out and len(data) >= batch}  # fmt: skip
-        raise ConfigError(
-            f"{examples.name}: {many(len(data), 'row')} of {data.length:,} tokens, too few for a step on "
-            f"{many(devices, 'device')}{' and a row held out' if o.held_out else ''}: give "
-            f"{' or '.join(fix for fix, helps in fixes.items() if helps)}"
-        )
-    if batch % devices or len(data) < batch + (o.held_out > 0):
-        raise ConfigError(
-            f"--batch {batch}: must be a multiple of the {many(devices, 'device')}, and smaller than the "
-            f"{many(len(data), 'row')} of {examples.name} (now of {data.length} tokens: shorter rows are more)"
-        )
+    batch = batch_of(examples, data, o)
     rate = o.lr or RATES[method if start.directory else "random"] * (0.1 if examples.kind == PREFERENCES else 1)
     config = base_config(batch, rate, o, method, devices)
     fit, why_fit = fitting(start, examples, data, config, o, method)
@@ -157,26 +153,54 @@ def choose(start: StartingPoint, examples: Examples, options: Options) -> Choice
     config["steps_per_print"] = max(1, steps // 10)
     config = merged_sections(config, o.config)
     shape, model = model_of(start, examples, method, o)
-    modules = shape.lora.target_modules if shape.lora else ()
-    at = "all matrices" if len(modules) == len(MODULES) else ", ".join(modules)
-    adapters = f"adapters of --rank {o.rank} at {at}"
-    trained = {
-        "full": "all parameters",
-        "lora": adapters,
-        "qlora": f"{adapters}, which are kept in --quantize {o.quantize}",
-    }
     of_epochs = f": --epochs {o.epochs:g} of {many(len(train), 'row')}"
     lines = [
         f"data: {examples.words()}" + (f", --beta {o.beta:g}" if examples.kind == PREFERENCES else ""),
-        f"--method {method}: {trained[method]}",
+        f"--method {method}: {words_of_training(method, shape, o)}",
         f"--length {data.length}: {why_length}",
         "; ".join([f"{why_packed}{data!r}", *data.limit.notes()]),
         f"--batch {batch} rows a step; --micro_batch {fit.micro}, --recompute {fit.policy}: {why_fit}",
         f"--lr {rate:g}; --steps {steps}" + (of_epochs if o.steps is None else ""),
         f"--held_out {o.held_out:g}: {many(len(held), 'row')}" + f", --evaluations {o.evaluations}" * bool(len(held)),
-        f"ZeRO stage {config['zero_optimization']['stage']} on {many(devices, 'device')} (--config)",
+        f"ZeRO stage {config['zero_optimization']['stage']} on {many(devices, 'device')}"
+        f"{', with the sections of --recipe' if o.recipe else ''} (--config)",
     ]
+    lines = [re.sub(rf"--({'|'.join(of_recipe)}) [^\s,:;]+", r"\g<0> (recipe)", line) for line in lines]
     return Choices(config, model, shape, data, held, train, steps, lines)
+
+
+def batch_of(examples: Examples, data: Rows, o: Options) -> int:
+    """Choose the rows of a step.
+
+    Raises:
+      ConfigError: there are too few for one, or the devices do not divide those of --batch.
+    """
+    devices = jax.device_count()
+    batch = o.batch or max(1, min(ROWS // devices, len(data) // (2 * devices))) * devices
+    if o.batch is None and len(data) < batch + (o.held_out > 0):
+        fixes = {"more samples": True, "--no_pack": data.packs, "shorter rows (--length)": examples.kind == "text",
+                 "--held_out 0": o.held_out and len(data) >= batch}  # fmt: skip
+        raise ConfigError(
+            f"{examples.name}: {many(len(data), 'row')} of {data.length:,} tokens, too few for a step on "
+            f"{many(devices, 'device')}{' and a row held out' if o.held_out else ''}: give "
+            f"{' or '.join(fix for fix, helps in fixes.items() if helps)}"
+        )
+    if batch % devices or len(data) < batch + (o.held_out > 0):
+        raise ConfigError(
+            f"--batch {batch}: must be a multiple of the {many(devices, 'device')}, and smaller than the "
+            f"{many(len(data), 'row')} of {examples.name} (now of {data.length} tokens: shorter rows are more)"
+        )
+    return batch
+
+
+def words_of_training(method: Method, shape: DecoderConfig, o: Options) -> str:
+    """Say which parameters a method trains."""
+    if shape.lora is None:
+        return "all parameters"
+    modules = shape.lora.target_modules
+    at = "all matrices" if len(modules) == len(MODULES) else ", ".join(modules)
+    kept = f", which are kept in --quantize {o.quantize}" if method == "qlora" else ""
+    return f"adapters of --rank {o.rank} at {at}{kept}"
 
 
 def check_use(o: Options, method: Method, kind: str) -> None:
@@ -232,7 +256,7 @@ def hold_out(count: int, multiple: int, o: Options) -> tuple[np.ndarray, np.ndar
 
 
 def base_config(batch: int, rate: float, o: Options, method: Method, devices: int) -> dict[str, Any]:
-    return {
+    own = {
         TRAIN: batch,
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": warmup_cosine(rate, 2),
@@ -242,6 +266,8 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "seed": o.seed,
         **({} if method == "full" else {"trainable_parameters": ["lora_"]}),
     }
+    kept = find_recipe(o.recipe, tunes=True).config if o.recipe else {}
+    return merged(own | {key: kept[key] for key in kept if key not in DECIDED}, {RATE: rate})
 
 
 def warmup_cosine(rate: float, steps: int) -> dict[str, object]:
@@ -269,26 +295,9 @@ def merged_sections(config: Raw, given: Raw | str | None) -> dict[str, Any]:
     return merged(made, {RATE: config["optimizer"]["params"]["lr"]}) if "optimizer" in there else made
 
 
-def adapted(start: StartingPoint) -> tuple[str, ...]:
-    """Return the modules that get adapters: those with a matrix of their own in the files of the family.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    has = linear_modules(tensor_rows(start.shape, FAMILIES[start.shape.family].names))
-    if not has:
-        raise ConfigError(
-            f"{start.name}: files of {start.shape.family} have no matrices that adapters can name; use --method full"
-        )
-    return tuple(name for name in MODULES if name in has)
-
-
 def model_of(start: StartingPoint, examples: Examples, method: Method, o: Options) -> tuple[DecoderConfig, Model]:
     quantized = o.quantize if method == "qlora" else None
-    shape = start.shape
-    if method != "full":
-        lora = LoRAConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules=adapted(start), quantized=quantized)
-        shape = dataclasses.replace(shape, lora=lora)
+    shape = start.shape if method == "full" else add_adapters(start.name, start.shape, o.rank, quantized)
     if examples.kind == PREFERENCES:
         return shape, from_flax(lambda rngs: PreferenceDecoder(shape, beta=o.beta, rngs=rngs), has_aux=True)
     return shape, from_flax(lambda rngs: Decoder(shape, rngs=rngs))
@@ -327,7 +336,7 @@ def fitting(
 
     found = needs(method, given)
     if isinstance(found, Fit):
-        return found, f"the fastest that fits {size_text(most)}{found}"
+        return found, f"{'' if all(given.values()) else 'the fastest that '}fits {size_text(most)}{found}"
     others = {
         name: needs(name, {MICRO: 1, POLICY: "full"})
         for name in get_args(Method)

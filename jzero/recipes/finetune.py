@@ -151,7 +151,7 @@ class TuningRun:
 
     def options(self) -> dict[str, object]:
         """Return the choices that a run keeps; how long it is may change."""
-        kept = "method", "tokenizer", "length", "lr", "rank", "quantize", "beta", "pack", "held_out", "seed"
+        kept = "recipe", "method", "tokenizer", "length", "lr", "rank", "quantize", "beta", "pack", "held_out", "seed"
         return {key: getattr(self.o, key) for key in kept} | {"batch": self.engine.train_batch_size()}
 
     def train(self) -> tuple[list[float], dict[int, float]]:

@@ -8,15 +8,17 @@ from importlib.resources import files
 from math import inf
 from typing import Any, NamedTuple
 
-from jzero.adapters.from_flax import from_flax
+from jzero.config.sizes import MICRO, TRAIN
 from jzero.display.text_table import text_table
 from jzero.errors import ConfigError
 from jzero.model import Model
-from jzero.models.lora import LoRAConfig
 from jzero.models.named import find_model
+from jzero.planner.candidates import POLICY, Raw, value_at
+from jzero.planner.named_models import named_model
 from jzero.values.parameters import did_you_mean
 
 FILE = "recipes.json"
+RATE = "optimizer.params.lr"
 PER_PARAMETER, TUNING = 20, 1e8  # tokens of a pretraining for each parameter (arXiv:2203.15556), and of a tuning
 PRICE = 2.5  # dollars for a GPU for an hour, unless given
 COLUMNS = ("recipe", "tokens/s per GPU", "peak, GiB", "tokens", "days", "cost")
@@ -62,16 +64,36 @@ class Recipe(NamedTuple):
 
     def make_model(self) -> Model:
         """Make the model, with adapters at all matrices unless all weights are trained."""
-        lora = LoRAConfig(
-            r=16, lora_alpha=32, target_modules="all-linear", quantized="nf4" if self.method == "qlora" else None
-        )
-        found = find_model(self.model, lora=None if self.method == "pretrain" else lora)
-        return from_flax(lambda rngs: found.module(found.shape, rngs=rngs))
+        return named_model(self.model, self.sequence, adapters=self.adapters)[0]
+
+    @property
+    def adapters(self) -> str | None:
+        return None if self.method == "pretrain" else self.method
+
+    @property
+    def options(self) -> Raw:
+        """The options of `jzero finetune` that it gives."""
+        keys = {"batch": TRAIN, "micro_batch": MICRO, "recompute": POLICY, "lr": RATE}
+        return {"method": self.method, **{option: value_at(self.config, key) for option, key in keys.items()}}
 
 
 def load_recipes() -> list[Recipe]:
     """Read the recipes that are installed with the library."""
     return [Recipe(**row) for row in json.loads(files("jzero.recipes").joinpath(FILE).read_text(encoding="utf-8"))]
+
+
+def find_recipe(name: str, tunes: bool = False) -> Recipe:
+    """Return the recipe of a name.
+
+    Raises:
+      ConfigError: there is none, or it `tunes` and is one of a pretraining.
+    """
+    known = {recipe.name: recipe for recipe in load_recipes()}
+    if name not in known:
+        raise ConfigError(f"{name}: no such recipe{did_you_mean(name, known)}")
+    if tunes and not known[name].adapters:
+        raise ConfigError(f"--recipe {name}: pretrains; name one of lora or qlora, or give --method full alone")
+    return known[name]
 
 
 def cells(recipe: Recipe, price: float) -> list[str]:
@@ -88,24 +110,21 @@ def recipes_text(name: str | None, price: float | None) -> str:
     Raises:
       ConfigError: no recipe has this name, a price that is none.
     """
-    recipes = load_recipes()
     if price is not None and not 0 <= price < inf:
         raise ConfigError(f"--price {price}: must be a number of dollars, not negative")
     if name is None:
-        rows = [cells(recipe, PRICE if price is None else price) for recipe in recipes]
+        rows = [cells(recipe, PRICE if price is None else price) for recipe in load_recipes()]
         hint = "jzero recipes NAME > plan.json writes one; all figures are planned, by `jzero plan`"
         return text_table("recipes", list(COLUMNS), rows, left=["recipe"]) + f"\n{hint}"
-    for recipe in recipes:
-        if recipe.name == name:
-            return json.dumps(recipe.config, indent=2)
-    raise ConfigError(f"{name}: no such recipe{did_you_mean(name, [recipe.name for recipe in recipes])}")
+    return json.dumps(find_recipe(name).config, indent=2)
 
 
-def first_plan(model: str, gpu: str) -> str:
+def first_plan(model: str, gpu: str, adapters: str | None) -> str:
     """Return the commands that plan a model on a GPU without a config: a recipe's, or one that a search completes."""
-    # No adapters: --model has none. Not config.json: a directory of transformers has its own.
+    # Not config.json: a directory of transformers has its own.
     plan = f"jzero plan plan.json --model {shlex.quote(model)} --gpu {shlex.quote(gpu)}"
-    known = [one for one in load_recipes() if (one.model, one.method, one.gpu) == (model, "pretrain", gpu)]
+    plan += f" --adapters {adapters}" if adapters else ""
+    known = [one for one in load_recipes() if (one.model, one.adapters, one.gpu) == (model, adapters, gpu)]
     if not known:
         return f"echo {shlex.quote(json.dumps(OPEN))} > plan.json; {plan} --search"
     best = min(known, key=lambda recipe: abs(recipe.gpus - 8))  # a host has 8

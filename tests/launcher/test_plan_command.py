@@ -17,6 +17,7 @@ from jzero import cli
 from jzero.planner import gpus, named_models, plan_command, plan_facts
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
 from jzero.planner.plan_display import PlanSection, section_text
+from jzero.planner.state_bytes import bytes_by_stage
 from jzero.recipes.recipe_table import load_recipes
 from models import named as published
 
@@ -119,6 +120,12 @@ def test_without_a_config_it_names_commands_that_work(tmp_path, monkeypatch, cap
     assert gpus.GPUS[gpu or "h200"].description in table
 
 
+def test_without_a_config_adapters_have_their_recipe(capsys):
+    assert cli.main(["plan", "--model", "llama3-8b", "--gpu", "h100", "--adapters", "qlora"]) == 2
+    plan = "jzero plan plan.json --model llama3-8b --gpu h100 --adapters qlora --nodes 1 --gpus_per_node 1"
+    assert f"jzero recipes llama3-8b-qlora-1xh100 > plan.json; {plan}\n" in capsys.readouterr().err
+
+
 def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
     """Stage 3: 16 bytes of each parameter over 8 GPUs, and the sum of one micro-batch is in bf16."""
     name, size = "moe:mixtral-8x7b", 46_702_792_704  # the elements in the files of mistralai/Mixtral-8x7B-v0.1
@@ -129,6 +136,31 @@ def test_the_formula_needs_no_compiler(jzero_plan, monkeypatch):
     (row,) = [line for line in out.splitlines() if "<- the config's" in line]
     assert row.split()[0] == "3"
     assert f"{16 * size / 8 / 2**30:.1f} GiB" in row
+
+
+LLAMA_TINY = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["llama:tiny", "directory"])
+def test_adapters_of_ones_own_model(jzero_plan, tmp_path, monkeypatch, model):
+    """Masters have 4 bytes of a trained element and 2 of a frozen one; of those in NF4 4.13 bits."""
+    shape = published.find_model("llama:tiny").shape
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "config.json").write_text(json.dumps(LLAMA_TINY))
+    # q and o, k and v, gate and up and down of 4 layers: in + out for each element of the rank.
+    trained = 4 * 8 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
+    seen = []
+    monkeypatch.setattr(plan_command, "formula", lambda *given: seen.append(bytes_by_stage(*given[:2])[0]) or "")
+    for adapters in ("lora", "qlora"):
+        assert jzero_plan(f"--model {model} --adapters {adapters} --rank 8 --seq 128 --formula")[0] == 0
+    lora, qlora = seen
+    assert lora.masters == 4 * trained + 2 * shape.num_parameters
+    assert lora.gradients == 2 * trained
+    matrices = 4 * (2 * 128 * (128 + 64) + 3 * 128 * 384)
+    assert lora.masters - qlora.masters == pytest.approx(matrices * (16 - 4.13) / 8, rel=0.01)
 
 
 def test_published_models_have_their_sizes():
@@ -172,6 +204,10 @@ MISTAKES = {
     "--seq 0": "--seq 0: must be positive",
     "--nodes 0": "--nodes 0 --gpus_per_node 8: must be positive",
     "--price 2": "--price: requires --tokens",
+    "--rank 8": "--rank: of adapters; add --adapters lora or qlora",
+    "--adapters lora --rank 0": "--rank 0: must be at least 1",
+    "--adapters lora --model mine:make": "--adapters lora: changes a preset or a download only, not mine:make",
+    "--adapters lora --model gpt2:small": "gpt2:small: files of gpt2 have no matrices that adapters can name",
 }
 
 
@@ -183,6 +219,8 @@ def test_one_line_for_each_mistake(jzero_plan, tmp_path):
     for options, named in MISTAKES.items():
         code, _, said = jzero_plan(f"--formula {options}")
         assert (code, named in said, said.count("\n")) == (2, True, 1), said
+    code, _, said = jzero_plan("--formula", trainable_parameters=["lora_"])
+    assert (code, "has lora_: llama:8b has none; add --adapters lora or qlora" in said) == (2, True)
     code, _, said = jzero_plan("--formula", mesh={"pipe": 3})
     assert (code, "mesh.pipe = 3" in said) == (2, True)
 

@@ -248,10 +248,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     raw["activation_checkpointing"] = {"policy": "none"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     options = ["--model", "llama:tiny", "--seq", "128", "--gpu", "h200", "--gpus_per_node", "2", "--json"]
+    options += ["--adapters", "lora", "--rank", "8"]
     best = str(tmp_path / "best.json")
     assert cli.main(["plan", str(tmp_path / "config.json"), *options, "--search", "--out", best]) == 0
     record = json.loads(capsys.readouterr().out)
     assert {key: record["config"][key] for key in raw} == raw
+    assert record["config"]["trainable_parameters"] == ["lora_"]
     first = record["estimates"][0]
     assert first["candidate"].keys() == {MICRO, ACCUM}
     assert cli.main(["plan", best, *options]) == 0

@@ -21,19 +21,22 @@ from jzero.optimizers.lr_schedules import make_lr_schedule
 from jzero.precision import settle_precision
 from jzero.recipes import choices, fitting
 from jzero.recipes.choices import Options
-from jzero.recipes.examples import Examples
+from jzero.recipes.examples import Examples, read_examples
 from jzero.recipes.finetune import TuningRun, finetune
 from jzero.recipes.fitting import Fit, choose_fit
+from jzero.recipes.recipe_table import find_recipe
 from jzero.recipes.starting_point import StartingPoint, starting_point
 from jzero.run.engine import Engine
 from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
+from models.named import add_adapters
 from models.preferences import PreferenceDecoder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 COLORS = {"snow": "white", "grass": "green", "coal": "black", "the sky": "blue", "a lemon": "yellow", "blood": "red"}
+RECIPE = find_recipe("llama3-8b-lora-8xh100")
 ASKED = [(f"Color of {thing}? ({i})", f"{thing} is {color}.") for thing, color in COLORS.items() for i in range(8)]
 SAMPLES = {
     "text": lambda question, answer: {"text": f"{question} {answer}"},
@@ -175,6 +178,9 @@ def test_a_model_that_does_not_fit_names_the_method_that_does(directory, data, t
         ({"lenght": 3}, "resume; did you mean 'length'?"),
         ({"length": 4096, "pack": True}, "1 row of 4,096 tokens, too few for a step on 8 devices and"),
         ({"length": 4096, "batch": 8, "pack": True}, "smaller than the 1 row of chat.jsonl"),
+        ({"recipe": "llama3-8b-lora-2xh100"}, "no such recipe; did you mean 'llama3-8b-lora-"),
+        ({"recipe": "llama3-8b-pretrain-8xh100"}, "pretrains; name one of lora or qlora, or give --method"),
+        ({"config": RECIPE.config}, "--config has trainable_parameters: give it as --method; a whole recipe as"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
         ({"method": "full", "rank": 8}, "--rank 8: is for --method lora and qlora, and not used here"),
         ({"quantize": "int8", "beta": 0.2}, "--beta 0.2: is for preferences (chosen, rejected), and not used here"),
@@ -229,6 +235,23 @@ def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys)
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(("kind", "rate"), [("chat", 2e-4), ("preferences", 2e-5)])
+def test_a_recipe_decides_what_no_option_does(kind, rate, directory, data, tmp_path):
+    start, examples = starting_point(str(directory), None), read_examples(data(kind))
+    given = {"batch": 16, "steps": 5, "config": {"zero_optimization": {"stage": 2}}}
+    found = choices.choose(start, examples, Options(out=tmp_path, recipe=RECIPE.name, **given))
+    method, _, batch, steps, *_, stage = found.lines[1:]
+    assert method == "--method lora (recipe): adapters of --rank 16 at all matrices"
+    assert batch.startswith("--batch 16 rows a step; --micro_batch 2 (recipe), --recompute matmuls (recipe): ")
+    assert steps == f"--lr {rate:g}{' (recipe)' * (kind == 'chat')}; --steps 5"
+    assert stage == "ZeRO stage 2 on 8 devices, with the sections of --recipe (--config)"
+    assert found.config["stack"] == {"unroll": False}
+    assert found.config["optimizer"]["params"] == {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0}
+    assert (found.config["train_batch_size"], found.config[MICRO]) == (16, 2)
+    assert found.config["scheduler"] == choices.warmup_cosine(rate, 5)  # of this run, not of the recipe's
+    assert found.config["bf16"] == {"enabled": "auto"}
+
+
 SHAPE = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": None}  # fmt: skip
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -253,7 +276,8 @@ def test_adapters_are_at_the_matrices_of_the_family(family, more, modules, tmp_p
 
 def test_models_that_cannot_be_tuned(tmp_path):
     neox = config_from_hf({"model_type": "gpt_neox", **SHAPE, "max_position_embeddings": 64})
-    refuses(lambda: choices.adapted(StartingPoint("neox", neox, byte_tokenizer(), tmp_path)), "use --method full")
+    refuses(lambda: add_adapters("neox", neox, 16, None), "neox: files of gpt_neox have no matrices .* --method full")
+    refuses(lambda: add_adapters("vit", object(), 16, None), "vit: takes no adapters")
     mixtral = config_from_hf({"model_type": "mixtral", **SHAPE})
     refuses(lambda: PreferenceDecoder(mixtral, rngs=nnx.Rngs(0)), "tunes no mixture of experts")
     byte_tokenizer().save_pretrained(tmp_path)
@@ -347,6 +371,8 @@ def test_an_interrupted_run_goes_on(directory, data, tmp_path, monkeypatch):
     again = finetune(directory, path, resume=True, **options)
     assert (again.losses, again.held_out, again.samples) == (whole.losses, whole.held_out, whole.samples)
     refuses(lambda: finetune(directory, path, resume=True, **options | {"lr": 1.0}), "has --lr 0.01: give the same")
+    options |= {"recipe": RECIPE.name, "micro_batch": 1}
+    refuses(lambda: finetune(directory, path, resume=True, **options), "has --recipe None: give the same")
 
 
 def test_the_command_has_every_option():
