@@ -240,7 +240,7 @@ def test_a_recipe_decides_what_no_option_does(kind, rate, directory, data, tmp_p
     start, examples = starting_point(str(directory), None), read_examples(data(kind))
     given = {"batch": 16, "steps": 5, "config": {"zero_optimization": {"stage": 2}}}
     found = choices.choose(start, examples, Options(out=tmp_path, recipe=RECIPE.name, **given))
-    method, _, batch, steps, *_, stage = found.lines[1:]
+    method, _, _, batch, steps, *_, stage = found.lines[1:]
     assert method == "--method lora (recipe): adapters of --rank 16 at all matrices"
     assert batch.startswith("--batch 16 rows a step; --micro_batch 2 (recipe), --recompute matmuls (recipe): ")
     assert steps == f"--lr {rate:g}{' (recipe)' * (kind == 'chat')}; --steps 5"
