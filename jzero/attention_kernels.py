@@ -62,22 +62,23 @@ def attention(
     (2, 5, 4, 8)
     """
     _check_operands(query, key, value, implementation)
-    (_, S, _, C), wide = query.shape, value.shape[-1]
+    (B, S, H, C), wide = query.shape, value.shape[-1]
     is_causal, window = _window(is_causal, local_window_size)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     given: Given = {"bias": bias, "mask": mask, **lengths}
     ahead = implementation == "auto" and window and window[1]  # which cuDNN does not have
     plain = is_causal and not window and all(x is None for x in given.values())
-    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape and key.shape[1] == S
-    kernel: Kernel = "xla" if ahead else kernel_for(implementation, query.dtype, C, causal=plain and alike)
-    number = C**-0.5 if scale is None else float(scale)
+    alike = S > 0 and H % key.shape[2] == 0 and key.shape == value.shape == (B, S, key.shape[2], C)
+    serves = plain and alike and query.dtype == key.dtype == value.dtype and not isinstance(scale, jax.Array)
+    kernel: Kernel = "xla" if ahead else kernel_for(implementation, query.dtype, C, causal=serves)
+    number: Any = C**-0.5 if scale is None else scale
     if kernel == FLASH:
-        _check_flash(query, key, plain and alike)
-        return flash_attention(query, key, value, number)
+        _check_flash(query, serves)
+        return flash_attention(query, key, value, float(number))
     if wide == C:
         return _by(kernel, (query, key, value), given, scale, is_causal, window)
     if kernel == "cudnn" and plain and takes_narrow_values(S, key.shape[1]):
-        return causal_cudnn_attention(query, key, value, number)
+        return causal_cudnn_attention(query, key, value, float(number))
     value = jnp.pad(value, [(0, 0)] * 3 + [(0, C - wide)])
     return _by(kernel, (query, key, value), given, scale, is_causal, window)[..., :wide]
 
@@ -112,10 +113,10 @@ def _on_cpu() -> bool:
     return jax.default_backend() == "cpu" and absent_gpu() is None
 
 
-def _check_flash(query: jax.Array, key: jax.Array, serves: bool) -> None:
+def _check_flash(query: jax.Array, serves: bool) -> None:
     """Raise a ValueError unless FlashAttention-3 computes this; `serves`: causal, alike, and nothing else is given."""
     problem = flash_obstacle(query.dtype, query.shape[3])
-    if not serves or query.shape[2] % key.shape[2]:
+    if not serves:
         problem = (
             "it computes causal attention of as many queries as keys, in one dtype and without bias, mask, lengths and "
             "window"

@@ -187,13 +187,16 @@ def config_json(config: DecoderConfig, family: Family) -> tuple[dict[str, Any], 
     """
     own = config.download.config if config.download else {}
     own = own if own.get("model_type") == config.family else {}
-    parts = [*_parts(config, family, {**family.absent, **own})]
+    there = {**family.absent, **{key: own[key] for key in own.keys() & {*family.absent, "layer_types"}}}
+    parts = [*_parts(config, family, there)]
     content = {key: x for part in parts for key, x in part.items()}
     lost = _differences(config, content)
     for part in parts:
         kept = {**content, **{key: own[key] for key in part.keys() & own.keys() - ANEW}}
+        # Without the part's other keys, which might outweigh the download's: transformers 4 and 5 have different ones.
+        alone = {key: x for key, x in kept.items() if key not in part or key in own or key in ANEW}
         with contextlib.suppress(ConfigError):  # valid only with the fields that the user changed
-            content = kept if _differences(config, kept) == lost else content
+            content = kept if _differences(config, alone) == lost else content
     return content, lost
 
 

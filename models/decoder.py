@@ -172,7 +172,7 @@ class Decoder(Transformer):
         c = self.config
         _, names = weights_table(c)
         choice: Attend = "xla" if c.sinks else c.attention
-        note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=c.window is None)
+        note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=c.window is None and not c.latent)
         return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
 
     def weights_layout(self) -> dict[str, Any] | None:

@@ -209,7 +209,7 @@ def flag(pattern: tuple[bool, ...] | None, layer: jax.Array | None) -> jax.Array
 def linear_of(
     config: DecoderConfig, d_in: int, d_out: int, name: str, rngs: nnx.Rngs, *, last: bool = False, bias: bool = False
 ) -> nnx.Linear | LoRALinear:
-    """Make the product of one module in files; the `last` ones of a residual branch start smaller."""
+    """Make the linear layer of one module in files; the `last` ones of a residual branch start smaller."""
     options: Any = {"rngs": rngs, "use_bias": bias, "kernel_init": initial(config, last)}
     lora = config.lora
     if lora is None or name not in (MODULES if lora.quantized else lora.target_modules):

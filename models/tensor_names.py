@@ -106,7 +106,7 @@ def layer_rows(
 
 
 def end_rows(names: Mapping[str, str], shapes: Shapes) -> list[Row]:
-    """List the rows of the parameters and modules beside the layers, whose leaves are keys of `names`."""
+    """List the rows of the parameters and modules besides the layers, whose leaves are keys of `names`."""
     alone = [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
     return alone + [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jzero.config.sizes import TRAIN
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.distributed.place import log_dist
 from jzero.errors import ConfigError
@@ -85,9 +87,10 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
         raise ConfigError(*fixes)
     o = Options(**options)
     out = Path(o.out)
-    home, is_new = out / "checkpoints", not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    if not is_new and not o.resume:
-        fix = ", or add --resume to continue its run" if (home / "latest").exists() else ""
+    home, run_file = out / "checkpoints", out / "run.json"
+    is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_new and not (o.resume and run_file.is_file()):
+        fix = ", or add --resume to continue its run" if run_file.is_file() else ""
         raise ConfigError(f"--out {out}: exists and is not an empty directory: name a new one{fix}")
     if Path(model).is_file():
         raise ConfigError(f"MODEL {model} is a file, no directory or name: swapped? jzero finetune {data} {model}")
@@ -96,6 +99,9 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     start = starting_point(model, o.tokenizer)
     choices = choose(start, examples, o)
     log_dist("\n".join([f"fine-tuning {model}:", *(f"  {line}" for line in choices.lines)]))
+    about = about_run(model, choices, o)
+    if not is_new:
+        check_same_run(run_file, about)
     params = None
     if start.directory and (kind := quantization(choices)):
         params = quantized_params(start.directory, choices.model, choices.shape, kind)
@@ -106,8 +112,11 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     if examples.kind == PREFERENCES:
         reference = log_probabilities(engine, choices)
     run = TuningRun(engine, choices, reference, o)
-    if not is_new:
+    if (home / "latest").exists():
         run.resume()
+    elif jax.process_index() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        run_file.write_text(json.dumps(about, indent=1) + "\n")
     losses, held_out = run.train()
     finite = [step for step in held_out if np.isfinite(held_out[step])]
     best = min(finite, key=lambda step: held_out[step]) if finite else len(losses)
@@ -135,47 +144,40 @@ class TuningRun:
         self.losses, self.held_out = list[float | jax.Array](), dict[int, float]()
 
     def resume(self) -> None:
-        """Continue with the newest checkpoint of the directory.
-
-        Raises:
-          ConfigError: there is none, or its run had other options.
-        """
+        """Continue with the newest checkpoint of the directory."""
         _, notes = self.engine.load_checkpoint(self.home)
-        if other := [key for key, value in self.options().items() if notes["options"].get(key) != value]:
-            there = (f"--{key} {notes['options'].get(key)}" for key in other)
-            raise ConfigError(f"--resume: the run in {self.o.out} has {', '.join(there)}: give the same options")
         self.losses = notes["losses"]
         self.held_out = {int(step): loss for step, loss in notes["held_out"].items()}
         self.loader.seek(notes["position"])
         log_dist(f"continuing after step {len(self.losses)} of {self.choices.steps}")
 
-    def options(self) -> dict[str, object]:
-        """Return the choices that a run keeps; how long it is may change."""
-        kept = "recipe", "method", "tokenizer", "length", "lr", "rank", "quantize", "beta", "pack", "held_out", "seed"
-        return {key: getattr(self.o, key) for key in kept} | {"batch": self.engine.train_batch_size()}
-
     def train(self) -> tuple[list[float], dict[int, float]]:
         """Take the steps; evaluate, and keep the best and the last checkpoint. Return `losses` and `held_out`."""
         steps, batches = self.choices.steps, iter(RepeatingLoader(self.loader))
-        every, waited = max(1, steps // self.o.evaluations), 0
+        every = max(1, steps // self.o.evaluations)
         with first_interrupt() as interrupted:
             if not self.losses:
                 self.evaluate()
             for step in range(len(self.losses) + 1, steps + 1):
+                if self.o.patience and self.waited() >= self.o.patience:
+                    log_dist(f"stopped: no better held-out loss in --patience {self.o.patience} evaluations")
+                    break
                 self.losses.append(self.engine.train_batch(batches))
+                if step % every == 0 or step == steps:
+                    self.evaluate()
                 if interrupted() and step < steps:
                     self.save("last", wait=True)
                     raise KeyboardInterrupt(f"--resume continues after step {step}")
-                if step % every == 0 or step == steps:
-                    waited = 0 if self.evaluate() else waited + 1
-                if self.o.patience and waited >= self.o.patience:
-                    log_dist(f"stopped: no better held-out loss in --patience {self.o.patience} evaluations")
-                    break
         self.save("last", wait=True)
         return self.floats(), self.held_out
 
-    def evaluate(self) -> bool:
-        """Evaluate the rows held out, and save; return whether the loss is the best one."""
+    def waited(self) -> int:
+        """Count the evaluations since the best one."""
+        losses = [loss if np.isfinite(loss) else np.inf for loss in self.held_out.values()]
+        return len(losses) - 1 - int(np.argmin(losses)) if losses else 0
+
+    def evaluate(self) -> None:
+        """Evaluate the rows held out, and save."""
         step, is_best = self.engine.global_steps, False
         if self.held is not None:
             loss = float(self.engine.eval_batch(self.held))
@@ -186,11 +188,10 @@ class TuningRun:
             log_dist(f"step {step}: held-out loss {loss:.4f}{', the best' if is_best and step else ''}")
         if step < self.choices.steps or is_best:
             self.save("best" if is_best else "last")
-        return is_best or self.held is None
 
     def save(self, tag: str, wait: bool = False) -> None:
         notes: dict[str, object] = {"losses": self.floats(), "position": self.loader.position}
-        notes |= {"held_out": {str(step): x for step, x in self.held_out.items()}, "options": self.options()}
+        notes["held_out"] = {str(step): loss for step, loss in self.held_out.items()}
         has_frozen = bool(self.choices.shape.lora)
         begun = self.engine.save_checkpoint(self.home, tag, notes, exclude_frozen_parameters=has_frozen)
         if wait:
@@ -201,25 +202,48 @@ class TuningRun:
         return found
 
 
+def about_run(model: str, choices: Choices, o: Options) -> dict[str, Any]:
+    """Return what a run keeps when it is continued: model, rows, and the options but for those of its length."""
+    kept = "recipe", "method", "tokenizer", "length", "lr", "rank", "quantize", "beta", "pack", "held_out", "seed"
+    options = {f"--{key}": value for key in kept if (value := getattr(o, key)) is not None}
+    rows = hashlib.sha256()
+    for first in range(0, len(choices.data), 1024):
+        part = choices.data.rows(np.arange(first, min(first + 1024, len(choices.data))))
+        for leaf in jax.tree.leaves(part):
+            rows.update(np.asarray(leaf).tobytes())
+    found = {"MODEL": model, "rows of DATA": rows.hexdigest()[:16], "--batch": choices.config[TRAIN], **options}
+    return json.loads(json.dumps(found, default=str))
+
+
+def check_same_run(file: Path, about: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if the run of this file has another model, other rows or options."""
+    there = json.loads(file.read_text())
+    other = [key for key in {**there, **about} if there.get(key) != about.get(key)]
+    if other:
+        words = (f"{key} {there[key]}" if key in there else f"no {key}" for key in other)
+        raise ConfigError(f"--resume: the run in {file.parent} has {', '.join(words)}: give the same")
+
+
 @contextlib.contextmanager
 def first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C be asked for after a step; the second one interrupts at once, and so do those of a job."""
-    asked = threading.Event()
+    """Note the first Ctrl-C, for the end of the step; the second one interrupts at once, and so do those of a job."""
+    asked = list[int]()
 
-    def note(*_: object) -> None:
-        asked.set()
+    def note(number: int, _: object) -> None:
+        asked.append(number)
         log_dist("interrupted: saving after this step; Ctrl-C again ends at once")
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.getsignal(signal.SIGINT)
-    alone = threading.current_thread() is threading.main_thread() and jax.process_count() == 1
+    # A process in the background ignores SIGINT; only the main thread may set a handler.
+    alone = signal.getsignal(signal.SIGINT) is signal.default_int_handler and jax.process_count() == 1
+    alone = alone and threading.current_thread() is threading.main_thread()
     if alone:
         signal.signal(signal.SIGINT, note)
     try:
-        yield asked.is_set
+        yield lambda: bool(asked)
     finally:
         if alone:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def log_probabilities(engine: Engine, choices: Choices) -> np.ndarray:
@@ -254,6 +278,7 @@ def write_model(engine: Engine, choices: Choices, start: StartingPoint, out: Pat
 
 
 def quantization(choices: Choices) -> Kind | None:
+    """Return how the frozen matrices are kept; None: as they are."""
     return choices.shape.lora.quantized if choices.shape.lora else None
 
 

@@ -8,6 +8,8 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jzero import optimizers
 from jzero.config.fields import Section
@@ -27,8 +29,17 @@ from jzero.step.train_step import TrainStep
 
 def effective_settings(step: TrainStep) -> list[str]:
     found = [*_gradients(step), *_layout(step), *_optimizer(step), *_stack(step)]
-    with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):  # the devices decide some of it
-        return [*found, *getattr(step.model, "report_notes", lambda dtype: [])(step.precision.compute)]
+    notes: Callable[[object], list[str]] = getattr(step.model, "report_notes", lambda dtype: [])
+
+    def inside(x: jax.Array) -> jax.Array:
+        found.extend(notes(step.precision.compute))
+        return x
+
+    # Where the model runs: the devices, and that every axis of the mesh is manual, decide some of it.
+    one = PartitionSpec()
+    mapped = jax.shard_map(inside, mesh=step.mesh, in_specs=one, out_specs=one, check_vma=False)
+    jax.eval_shape(mapped, jax.ShapeDtypeStruct((), jnp.float32))
+    return found
 
 
 def _gradients(step: TrainStep) -> Iterator[str]:

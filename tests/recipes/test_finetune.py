@@ -357,22 +357,24 @@ def test_an_interrupted_run_goes_on(directory, data, tmp_path, monkeypatch):
 
     def interrupted(engine, batches):
         loss = train_batch(engine, batches)
-        if engine.global_steps == 2:
+        if engine.global_steps == 3:  # which is evaluated before the save
             os.kill(os.getpid(), signal.SIGINT)
         return loss
 
     whole = finetune(directory, path, out=tmp_path / "whole", **options)
     options["out"] = tmp_path / "out"
     monkeypatch.setattr(Engine, "train_batch", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="--resume continues after step 2"):
+    with pytest.raises(KeyboardInterrupt, match="--resume continues after step 3"):
         finetune(directory, path, **options)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     refuses(lambda: finetune(directory, path, **options), "name a new one, or add --resume to continue its run")
     again = finetune(directory, path, resume=True, **options)
     assert (again.losses, again.held_out, again.samples) == (whole.losses, whole.held_out, whole.samples)
     refuses(lambda: finetune(directory, path, resume=True, **options | {"lr": 1.0}), "has --lr 0.01: give the same")
-    options |= {"recipe": RECIPE.name, "micro_batch": 1}
-    refuses(lambda: finetune(directory, path, resume=True, **options), "has --recipe None: give the same")
+    recipe = options | {"recipe": RECIPE.name, "micro_batch": 1}
+    refuses(lambda: finetune(directory, path, resume=True, **recipe), "has no --recipe: give the same")
+    path.write_text(path.read_text().replace("green", "lilac"))
+    refuses(lambda: finetune(directory, path, resume=True, **options), "out has rows of DATA ")
 
 
 def test_the_command_has_every_option():

@@ -71,6 +71,17 @@ def test_names_of_the_first_downloads(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path, step), new)
 
 
+def test_a_changed_field_wins_over_the_files_key():
+    """A file of transformers 4 has RoPE in two keys, which version 5 reads besides its own."""
+    old = {**TINY, "rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    changed = written(config_from_hf(old, rope_theta=777.0))
+    assert changed["rope_theta"] == changed["rope_parameters"]["rope_theta"] == 777
+    assert written(config_from_hf(old, rope_scaling=None))["rope_scaling"] is None
+    assert written(config_from_hf(old))["rope_scaling"] == old["rope_scaling"]
+    # The key of another family says nothing of a Llama.
+    assert decoder(config_from_hf({**TINY, "no_rope_layer_interval": 2})).weights_layout() is None
+
+
 def test_the_labels_of_other_classes_do_not_go_back():
     labels = {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
     there = config_from_hf({"model_type": "vit", "hidden_act": "gelu", **VIT, "num_channels": 3, **labels})
