@@ -194,7 +194,7 @@ def config_json(config: DecoderConfig, family: Family) -> tuple[dict[str, Any], 
     for part in parts:
         kept = {**content, **{key: own[key] for key in part.keys() & own.keys() - ANEW}}
         # Without the part's other keys, which might outweigh the download's: transformers 4 and 5 have different ones.
-        alone = {key: x for key, x in kept.items() if key not in part or key in own or key in ANEW}
+        alone = {**own, **{key: x for key, x in kept.items() if key not in part or key in own or key in ANEW}}
         with contextlib.suppress(ConfigError):  # valid only with the fields that the user changed
             content = kept if _differences(config, alone) == lost else content
     return content, lost
