@@ -170,7 +170,7 @@ def _parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 EXPERTS = "num_local_experts"  # what transformers 5 calls their number in each family
 DENSE = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "interleave_moe_layer_step", "moe_layers")
-TIMES = "n_shared_experts"  # DeepSeek's expert that all tokens use has the width of so many others
+TIMES = "n_shared_experts"  # DeepSeek's shared expert is so many times as wide as another one
 # family -> {topk_method: how many of a group's scores count}; 0: there are no groups. V3's always has some.
 METHODS = {"deepseek_v2": {"greedy": 0, "group_limited_greedy": 1}, "deepseek_v3": {"noaux_tc": 2}}
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def allow_float16_products_on_cpu() -> None:
-    """Let CPUs compute products of float16 operands whose sum is float32, such as those of jax.nn's attention.
+    """Let CPUs multiply float16 matrices and sum in float32, as jax.nn's attention does.
 
     JAX refuses to lower them ("The precision 'F16_F16_F32' is not supported by dot_general on CPU"), although XLA
     computes the same product when it is not asked for by this name (jax 0.10 and 0.11).

@@ -311,7 +311,7 @@ def test_without_random_bits_the_nearest_number_and_each_layer_has_a_scale():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2])
 def test_moments_and_parameters_have_random_bits_of_their_own(dtype):
-    """Two parameters with one gradient: six moments whose numbers lie in the middle of two."""
+    """Two parameters with one gradient: six moments halfway between two bfloat16 numbers."""
     params = {"a": jnp.zeros(MANY), "b": jnp.zeros(MANY)}
     middle, top = (1.125, 1.25) if dtype == jnp.float8_e5m2 else (1 + 1 / 256, 1 + 1 / 128)
     grads = jax.tree.map(lambda x: x.at[:].set(middle).at[0].set(top), params)
