@@ -28,7 +28,7 @@ from jzero.planner.candidates import POLICIES, POLICY, Raw, merged, value_at
 from jzero.planner.memory import usable_memory_here
 from jzero.recipes.examples import Examples, Rows, many
 from jzero.recipes.fitting import Fit, choose_fit
-from jzero.recipes.recipe_table import RATE, find_recipe
+from jzero.recipes.recipe_table import RATE, Recipe, find_recipe
 from jzero.recipes.starting_point import StartingPoint
 from jzero.step.train_step import TrainStep, make_train_step
 from jzero.tree import PyTree
@@ -99,9 +99,17 @@ class Options:
             parse_size(str(self.memory), "--memory")  # a number would be bytes
         merged_sections(base_config(1, 1.0, self, "lora", 1), self.config)  # raises before a model is read
 
+    def find_recipe(self) -> Recipe | None:
+        """Return the recipe, or raise a ConfigError if it is none of adapters."""
+        found = find_recipe(self.recipe) if self.recipe else None
+        if found and not found.adapters:
+            raise ConfigError(f"--recipe {self.recipe}: pretrains; name a lora or qlora recipe, or use --method full")
+        return found
+
     def of_recipe(self, kind: str) -> Raw:
         """Return what the recipe decides of a tuning on such samples: the options that are left open."""
-        given = find_recipe(self.recipe, tunes=True).options if self.recipe else {}
+        found = self.find_recipe()
+        given = found.options if found else {}
         kept = {"lr"} if kind == PREFERENCES else ()  # a recipe's rate is one of next tokens
         return {name: given[name] for name in given if name not in kept and getattr(self, name) is None}
 
@@ -266,7 +274,7 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "seed": o.seed,
         **({} if method == "full" else {"trainable_parameters": ["lora_"]}),
     }
-    kept = find_recipe(o.recipe, tunes=True).config if o.recipe else {}
+    kept = recipe.config if (recipe := o.find_recipe()) else {}
     return merged(own | {key: kept[key] for key in kept if key not in DECIDED}, {RATE: rate})
 
 

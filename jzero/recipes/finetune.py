@@ -106,6 +106,9 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     if start.directory and (kind := quantization(choices)):
         params = quantized_params(start.directory, choices.model, choices.shape, kind)
     engine, *_ = initialize(model=choices.model, config=choices.config, params=params)
+    if is_new and jax.process_index() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        run_file.write_text(json.dumps(about, indent=1) + "\n")
     if start.directory and params is None:
         engine.load_weights(start.directory)
     reference = np.zeros((len(choices.data), 2), np.float32)
@@ -114,9 +117,6 @@ def finetune(model: str, data: str | Path, **options: Any) -> Tuned:
     run = TuningRun(engine, choices, reference, o)
     if (home / "latest").exists():
         run.resume()
-    elif jax.process_index() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        run_file.write_text(json.dumps(about, indent=1) + "\n")
     losses, held_out = run.train()
     finite = [step for step in held_out if np.isfinite(held_out[step])]
     best = min(finite, key=lambda step: held_out[step]) if finite else len(losses)

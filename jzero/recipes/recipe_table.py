@@ -82,17 +82,11 @@ def load_recipes() -> list[Recipe]:
     return [Recipe(**row) for row in json.loads(files("jzero.recipes").joinpath(FILE).read_text(encoding="utf-8"))]
 
 
-def find_recipe(name: str, tunes: bool = False) -> Recipe:
-    """Return the recipe of a name.
-
-    Raises:
-      ConfigError: there is none, or it `tunes` and is one of a pretraining.
-    """
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of a name, or raise a ConfigError if there is none."""
     known = {recipe.name: recipe for recipe in load_recipes()}
     if name not in known:
-        raise ConfigError(f"{name}: no such recipe{did_you_mean(name, known)}")
-    if tunes and not known[name].adapters:
-        raise ConfigError(f"--recipe {name}: pretrains; name one of lora or qlora, or give --method full alone")
+        raise ConfigError(f"recipe {name!r} is unknown: must be one of jzero recipes{did_you_mean(name, known)}")
     return known[name]
 
 

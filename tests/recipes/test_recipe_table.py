@@ -77,7 +77,7 @@ def test_the_command_lists_them_and_prints_a_config(capsys, monkeypatch):
     assert cli.main(["recipes", recipe.name]) == 0
     assert jzero.Config.load(json.loads(capsys.readouterr().out)) == jzero.Config.load(recipe.config)
     assert cli.main(["recipes", "llama3-8b-pretrain-9xh100"]) == 2
-    assert "no such recipe; did you mean" in capsys.readouterr().err
+    assert "must be one of jzero recipes; did you mean" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""`jzero finetune` chooses what no option says, and refuses options that cannot be."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from helpers.fine_tuning import RECIPE, SAMPLES, SHAPE, TEXTS
+
+from jzero.config import Config
+from jzero.config.sizes import MICRO
+from jzero.errors import ConfigError
+from jzero.optimizers.lr_schedules import make_lr_schedule
+from jzero.precision import settle_precision
+from jzero.recipes import choices, fitting
+from jzero.recipes.choices import Options
+from jzero.recipes.examples import Examples, read_examples
+from jzero.recipes.finetune import finetune
+from jzero.recipes.fitting import Fit, choose_fit
+from jzero.recipes.starting_point import StartingPoint, starting_point
+from models import config_from_hf
+from models.byte_tokenizer import byte_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "qlor"}, "--method qlor: must be one of full, lora, qlora"),
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"held_out": 1.0}, "--held_out 1.0: must be a share"),
+        ({"batch": 3}, "--batch 3: must be a multiple of the 8 devices"),
+        ({"batch": 800}, "smaller than the"),
+        ({"micro_batch": 5, "batch": 16}, "--micro_batch 5: must divide the 2 rows"),
+        ({"config": {"optimizr": {}}}, "optimizer"),
+        ({"config": {"train_batch_size": 8}}, "--config has train_batch_size: give it as --batch"),
+        ({"beta": float("nan")}, "--beta nan: must be positive"),
+        ({"memory": 40}, "did you mean 40GB?"),
+        ({"lenght": 3}, "resume; did you mean 'length'?"),
+        ({"length": 4096, "pack": True}, "1 row of 4,096 tokens, too few for a step on 8 devices and"),
+        ({"length": 4096, "batch": 8, "pack": True}, "smaller than the 1 row of chat.jsonl"),
+        ({"recipe": "llama3-8b-lora-2xh100"}, "one of jzero recipes; did you mean 'llama3-8b-lora-"),
+        ({"recipe": "llama3-8b-pretrain-8xh100"}, "pretrains; name a lora or qlora recipe, or use --method full"),
+        ({"config": RECIPE.config}, "--config has trainable_parameters: give it as --method; a whole recipe as"),
+        ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
+        ({"method": "full", "rank": 8}, "--rank 8: is for --method lora and qlora, and not used here"),
+        ({"quantize": "int8", "beta": 0.2}, "--beta 0.2: is for preferences (chosen, rejected), and not used here"),
+    ],
+)
+def test_options_that_cannot_be(options, words, directory, data, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        finetune(str(directory), data("chat"), out=tmp_path / "out", **options)
+    assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_length_beyond_the_models_positions_is_said(directory, tmp_path):
+    start = starting_point(str(directory), None)
+    for length, words in ((1024, "as asked, beyond the model's max_position_embeddings 512"), (512, "as asked")):
+        assert choices.encode_rows(start, TEXTS, Options(out=tmp_path, length=length))[1] == words
+
+
+def test_few_samples_have_a_row_each(directory):
+    """Packed are they if that leaves a batch and a row held out, or if it is asked."""
+    start, packs = starting_point(str(directory), None), "--pack: several samples a row; "
+    for count, given, packed, words in (
+        (60, {}, False, "--no_pack: one sample a row; packed, they fill only 7 rows; "),
+        (60, {"pack": True}, True, packs),
+        (60, {"batch": 4}, True, packs),
+        (200, {}, True, packs),
+        (200, {"pack": False}, False, "--no_pack: one sample a row; "),
+    ):
+        chats = [SAMPLES["chat"]("a", "b" * (1 if i else 200)) for i in range(count)[::-1]]
+        data, _, why = choices.encode_rows(start, Examples("chat", chats, "x"), Options(**given))
+        assert (data.packs, why, packed or len(data)) == (packed, words, packed or count)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("chat", 2e-4), ("preferences", 2e-5)])
+def test_a_recipe_decides_what_no_option_does(kind, rate, directory, data, tmp_path):
+    start, examples = starting_point(str(directory), None), read_examples(data(kind))
+    given = {"batch": 16, "steps": 5, "config": {"zero_optimization": {"stage": 2}}}
+    found = choices.choose(start, examples, Options(out=tmp_path, recipe=RECIPE.name, **given))
+    method, _, _, batch, steps, *_, stage = found.lines[1:]
+    assert method == "--method lora (recipe): adapters of --rank 16 at all matrices"
+    assert batch.startswith("--batch 16 rows a step; --micro_batch 2 (recipe), --recompute matmuls (recipe): ")
+    assert steps == f"--lr {rate:g}{' (recipe)' * (kind == 'chat')}; --steps 5"
+    assert stage == "ZeRO stage 2 on 8 devices, with the sections of --recipe (--config)"
+    assert found.config["stack"] == {"unroll": False}
+    assert found.config["optimizer"]["params"] == {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0}
+    assert (found.config["train_batch_size"], found.config[MICRO]) == (16, 2)
+    assert found.config["scheduler"] == choices.warmup_cosine(rate, 5)  # of this run, not of the recipe's
+    assert found.config["bf16"] == {"enabled": "auto"}
+
+
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "modules"),
+    [("phi3", {}, ("o_proj", "down_proj")), ("glm4", {"head_dim": 8}, (*QKVO, "down_proj")), ("mixtral", {}, QKVO)],
+)
+def test_adapters_are_at_the_matrices_of_the_family(family, more, modules, tmp_path):
+    shape = config_from_hf({"model_type": family, **SHAPE, **more})
+    start = StartingPoint(family, shape, byte_tokenizer(), tmp_path)
+    found = choices.choose(start, TEXTS, Options(out=tmp_path))
+    assert found.shape.lora.target_modules == modules
+    assert f"--method lora: adapters of --rank 16 at {', '.join(modules)}" in found.lines
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(found.model.init, jax.random.key(0)))
+    assert {path[-2].key for path, _ in leaves if path[-1].key == "lora_a"} == set(modules)
+
+
+def test_a_rate_stays_when_the_config_has_another_optimizer():
+    own = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    made = choices.merged_sections(own, {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}})
+    assert made["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": 0.5}}
+
+
+T4 = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
+
+
+@pytest.mark.parametrize(
+    ("given", "on_a_t4", "on_an_h100"),
+    [
+        ({}, "fp16", "bf16"),
+        ({"fp16": {"enabled": True}}, "fp16", "fp16"), ({"bf16": {"enabled": True}}, "bf16", "bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"check_grad_overflow": False}}, "fp16", "fp16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16", "bf16"), ({"fp16": {"initial_scale_power": 12}}, "fp16", "bf16"),
+        ({"bf16": {"check_grad_overflow": False}}, "fp16", "bf16"),
+        ({"fp16": {"enabled": False}}, "fp32", "bf16"), ({"bf16": {"enabled": False}}, "fp16", "fp16"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32", "fp32"),
+    ],
+)  # fmt: skip
+def test_the_half_precision_is_the_devices(given, on_a_t4, on_an_h100):
+    """A T4, Colab's GPU, multiplies fast in fp16 alone. A --config decides by an `enabled` of its own."""
+    made = choices.merged_sections(choices.base_config(16, 1e-4, Options(), "lora", 1), given)
+    for device, expected in ((T4, on_a_t4), (H100, on_an_h100)):
+        assert settle_precision(Config.load(made), {"w": np.zeros(2, np.float32)}, device)[0].precision == expected
+
+
+@pytest.mark.parametrize("steps", [1, 90])
+def test_no_step_is_taken_at_rate_zero(steps):
+    """The warm-up is a line through 0 before the first step; the cosine ends after the last."""
+    section = choices.warmup_cosine(2e-4, steps)
+    schedule = make_lr_schedule(section["type"], section["params"], 2e-4)
+    rates, warmup = np.array([schedule.lr(n) for n in range(steps)]), max(1, steps // 30)
+    np.testing.assert_allclose(rates[:warmup], [2e-4 * (n + 1) / (warmup + 1) for n in range(warmup)], rtol=1e-6)
+    cosine = (1 + np.cos(np.pi * np.arange(steps - warmup) / max(1, steps - warmup))) / 2
+    np.testing.assert_allclose(rates[warmup:], 2e-4 * cosine, rtol=1e-5, atol=1e-10)  # 2e-4 in float32
+    assert (rates > 0).all()
+
+
+EACH = {"none": 100, "matmuls": 40, "full": 10}  # bytes of a row, besides 100 of state
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """(the steps that were compiled, the function that makes one); memory is linear in the micro-batch."""
+    tried = []
+
+    def make(config):
+        tried.append((config[MICRO], config["activation_checkpointing"]["policy"]))
+        peak = 100 + tried[-1][0] * EACH[tried[-1][1]]
+        return SimpleNamespace(lower=lambda batch: SimpleNamespace(compile=lambda: peak)), None
+
+    monkeypatch.setattr(fitting, "memory", lambda peak, step: SimpleNamespace(peak=peak))
+    return tried, make
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "expected"),
+    [
+        (10_000, 512, Fit(16, "none", 1700)),  # all rows at once
+        (1000, 512, Fit(8, "none", 900)),  # 8 x 512 tokens are enough
+        (1000, 64, Fit(16, "matmuls", 740)),  # small rows: recompute for a larger micro-batch
+        (300, 64, Fit(16, "full", 260)),
+        (190, 64, Fit(8, "full", 180)),
+        (110, 64, Fit(1, "full", 110)),
+        (109, 64, 110),  # nothing fits; this much would be needed
+    ],
+)
+def test_the_fastest_that_fits(most, length, expected, compiled):
+    tried, make = compiled
+    assert choose_fit(make, {}, rows=16, length=length, most=most) == expected
+    assert len(tried) == len(set(tried)) <= 9
+
+
+def test_what_is_given_is_kept(compiled):
+    _, make = compiled
+    kept = {"activation_checkpointing": {"policy": "full"}}
+    assert choose_fit(make, kept, 16, 64, 10_000) == Fit(16, "full", 260)
+    assert choose_fit(make, {MICRO: 2}, 16, 64, 250) == Fit(2, "matmuls", 180)
