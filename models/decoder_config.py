@@ -64,119 +64,78 @@ class LatentConfig:
     """The shape of latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     All heads' keys and values come from one short vector of a token, its latent.
-
-    Attributes:
-      rank: the width of the latent.
-      plain, rotated: the dimensions of a head's queries and keys without RoPE, and with it; all heads share the
-        rotated ones of the keys.
-      value: the width of a head's values.
-      query_rank: the width of another latent, for the queries; None: they come from the layer's input.
     """
 
-    rank: int
-    plain: int
-    rotated: int
-    value: int
-    query_rank: int | None = None
+    rank: int  # the width of the latent
+    plain: int  # dimensions of a head's queries and keys without RoPE
+    rotated: int  # those with it; all heads share the keys'
+    value: int  # the width of a head's values
+    query_rank: int | None = None  # the width of another latent, for queries; None: they come from the layer's input
 
 
 @dataclass(frozen=True, repr=False)
 class DecoderConfig:
-    """The shape of a decoder; the defaults are Llama's.
-
-    Attributes:
-      attention: the kernel: "auto" is FlashAttention-3 or cuDNN's fused one where they can be used, and XLA's
-        otherwise; "flash_attention_3" needs a Hopper GPU, heads of 128 and the extra `flash`.
-      family: a key of `FAMILIES` in models/families.py: whose names the weights have in files.
-      head_width: default: d_model / num_heads.
-      pad_vocab_to: the embedding and the head get a multiple of this many rows; the loss ignores the additional ones,
-        and files do not have them.
-      rope_scaling: stretches the frequencies of rope_theta.
-      partial_rotary: the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi, StableLM).
-      interleaved_rope: neighbours are rotated together, and not one dimension of each half (Cohere, GLM).
-      rope_layers: which layers have RoPE, repeated: (True, True, True, False) for SmolLM3; default: all.
-      max_positions: positions are learned, one vector for each of so many (GPT-2).
-      by_part: queries, keys and values are the first dimension of the parameter that makes them, and not a part of each
-        key-value head (GPT-2, BERT, ViT).
-      qkv_bias, out_bias, mlp_bias: which matrices have biases (Qwen2: queries, keys and values).
-      qk_norm: queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for
-        each (Cohere, StableLM), over all heads together (OLMo 2), or without a scale where there is RoPE (Llama 4).
-      window: tokens see only the last `window` tokens (Mistral).
-      global_layers: which layers have no window, repeated: (False, True) for Gemma 2; default: none.
-      chunked: a window is the `window` tokens of a chunk; chunks begin with the document (Llama 4).
-      temperature: (strength, floor): in layers without RoPE, the query at position i of a document is multiplied by
-        1 + strength * log(1 + floor((i + 1) / floor)) (Llama 4; Nakanishi, arXiv:2501.19399).
-      local_theta: the RoPE base of the layers with a window, without scaling; default: as the others.
-      norm: "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
-      norms: where attention and feed-forward layers have them: before, after the layer (OLMo 2), both (Gemma 2), or
-        of the sum after it (BERT).
-      parallel: attention and feed-forward layer see the same input, with one norm (Cohere) or one each (GPT-NeoX).
-      gated: the feed-forward layer is down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x))).
-      embed_scale, residual_scale, logit_scale: multiply the embeddings (Gemma, Granite), the outputs of attention and
-        feed-forward layers (Granite), and the logits (Cohere, Granite).
-      attention_scale: multiplies attention's scores; default: head_dim ** -0.5.
-      attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
-      sinks: each head has one more score, a parameter, that weighs no value (GPT-OSS).
-      loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
-        very long sequences; see `jzero.tiled`.
-      lora: low-rank adapters beside the layers' matrices.
-      latent: latent attention, with which queries, keys and values have other shapes (DeepSeek-V2 and V3).
-      mixture: experts instead of the feed-forward layers; d_ff is then that of `dense_layers` (Mixtral, Qwen3-MoE).
-      dense_layers: the numbers of layers without the mixture (DeepSeek: the first ones).
-      future_layers: layers that predict further tokens from the layers' output, for the loss alone (DeepSeek-V3's MTP).
-      future_weight: what the mean of their losses counts in the loss.
-      download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
-    """
+    """The shape of a decoder; the defaults are Llama's."""
 
     num_layers: int
     d_model: int
     num_heads: int
     num_kv_heads: int
-    d_ff: int
+    d_ff: int  # with a mixture, that of the `dense_layers`
     vocab_size: int = 32_000
     _: KW_ONLY
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    # The kernel: "auto" is FlashAttention-3 or cuDNN's fused one where they can be used, and XLA's otherwise;
+    # "flash_attention_3" needs a Hopper GPU, heads of 128 and the extra `flash`.
     attention: Attend = "auto"
-    family: str = "llama"
-    head_width: int | None = None
-    pad_vocab_to: int = 1
-    rope_scaling: RopeScaling | None = None
-    partial_rotary: float = 1.0
-    interleaved_rope: bool = False
-    rope_layers: tuple[bool, ...] | None = None
-    max_positions: int | None = None
-    by_part: bool = False
+    family: str = "llama"  # a key of `FAMILIES` in models/families.py: whose names the weights have in files
+    head_width: int | None = None  # default: d_model / num_heads
+    pad_vocab_to: int = 1  # embedding and head get a multiple of so many rows; the loss and files ignore the others
+    rope_scaling: RopeScaling | None = None  # stretches the frequencies of rope_theta
+    partial_rotary: float = 1.0  # the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi)
+    interleaved_rope: bool = False  # rotates neighbours together, and not one dimension of each half (Cohere, GLM)
+    rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE, repeated (SmolLM3); default: all
+    max_positions: int | None = None  # positions are learned, one vector for each of so many (GPT-2)
+    by_part: bool = False  # the matrix of queries, keys and values has them in turn, not head by head (GPT-2, BERT)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    # Queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for each
+    # (Cohere, StableLM), over all heads together (OLMo 2), or without a scale where there is RoPE (Llama 4).
     qk_norm: Literal["shared", "each", "all", "unscaled"] | None = None
-    window: int | None = None
-    global_layers: tuple[bool, ...] | None = None
-    chunked: bool = False
+    window: int | None = None  # tokens see only the last `window` tokens (Mistral)
+    global_layers: tuple[bool, ...] | None = None  # which layers have no window, repeated (Gemma 2); default: none
+    chunked: bool = False  # a window is the `window` tokens of a chunk; chunks begin with the document (Llama 4)
+    # (strength, floor): in layers without RoPE, the query at position i of a document is multiplied by
+    # 1 + strength * log(1 + floor((i + 1) / floor)) (Llama 4; Nakanishi, arXiv:2501.19399).
     temperature: tuple[float, int] | None = None
-    local_theta: float | None = None
+    local_theta: float | None = None  # RoPE's base in layers with a window, without scaling; default: as the others
+    # "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
     norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "rms"
+    # Before attention and feed-forward layers, after them (OLMo 2), both (Gemma 2), or of the sum after them (BERT).
     norms: Literal["before", "after", "both", "sum"] = "before"
+    # Attention and feed-forward layer see the same input, with one norm (Cohere) or one each (GPT-NeoX).
     parallel: Literal["one_norm", "two_norms"] | None = None
-    gated: bool = True
+    gated: bool = True  # down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x)))
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    embed_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    sinks: bool = False
-    loss_tiles: int = 1
-    mlp_tiles: int = 1
-    lora: LoRAConfig | None = None
-    latent: LatentConfig | None = None
-    mixture: MixtureConfig | None = None
-    dense_layers: tuple[int, ...] = ()
-    future_layers: int = 0
-    future_weight: float = 0.3
+    embed_scale: float = 1.0  # multiplies the embeddings (Gemma, Granite)
+    residual_scale: float = 1.0  # the outputs of attention and feed-forward layers (Granite)
+    logit_scale: float = 1.0  # the logits (Cohere, Granite)
+    attention_scale: float | None = None  # attention's scores; default: head_dim ** -0.5
+    attention_softcap: float | None = None  # bounds scores x by softcap * tanh(x / softcap) (Gemma 2)
+    logit_softcap: float | None = None  # so bounds the logits
+    sinks: bool = False  # each head has one more score, a parameter, that weighs no value (GPT-OSS)
+    loss_tiles: int = 1  # the logits of one tile of the sequence exist at a time, for very long ones; see `jzero.tiled`
+    mlp_tiles: int = 1  # so does the inner part of the feed-forward layer
+    lora: LoRAConfig | None = None  # low-rank adapters of the layers' matrices
+    latent: LatentConfig | None = None  # with it, queries, keys and values have other shapes (DeepSeek-V2 and V3)
+    mixture: MixtureConfig | None = None  # experts instead of the feed-forward layers (Mixtral, Qwen3-MoE)
+    dense_layers: tuple[int, ...] = ()  # the numbers of layers without the mixture (DeepSeek: the first ones)
+    future_layers: int = 0  # predict further tokens from the output of the layers, for the loss alone (DeepSeek-V3)
+    future_weight: float = 0.3  # of the mean of their losses in the loss
+    # `from_hf` read the shape from it; the rest of its config.json goes back with the weights.
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ

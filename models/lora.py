@@ -28,17 +28,12 @@ class LoRAConfig:
     """The adapters of a decoder, in the words of peft's `LoraConfig`, with its defaults.
 
     A module with an adapter computes W x + (lora_alpha / r) B A x. B starts at zero.
-
-    Attributes:
-      r: the rank.
-      target_modules: the modules with an adapter; "all-linear" stands for all of `MODULES`.
-      quantized: the layers' matrices, which are frozen, are kept in 4 bits (NF4) or 8; see models/quantized.py.
     """
 
-    r: int = 8
+    r: int = 8  # the rank
     lora_alpha: float = 8
-    target_modules: Sequence[str] = ("q_proj", "v_proj")
-    quantized: Kind | None = None
+    target_modules: Sequence[str] = ("q_proj", "v_proj")  # "all-linear" stands for all of `MODULES`
+    quantized: Kind | None = None  # the layers' matrices are frozen, in 4 bits (NF4) or 8; see models/quantized.py
 
     def __post_init__(self):
         asked = self.target_modules

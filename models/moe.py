@@ -25,42 +25,24 @@ METRICS = ("balance_loss", "drop_rate")
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """The shape of a mixture of experts, in the place of a feed-forward layer.
+    """The shape of a mixture of experts, in the place of a feed-forward layer."""
 
-    Attributes:
-      num_experts: experts of a layer.
-      top_k: experts of a token.
-      width: inner width of an expert.
-      normalize: divides the weights of a token's experts by their sum; Mixtral always does.
-      score: of the router, see `jzero.route`.
-      scale: multiplies the weights.
-      groups: the experts of a token are of its best groups, see `jzero.route` (DeepSeek).
-      shared: inner width of one more expert, which all tokens use; 0: there is none.
-      shared_gate: multiplies that expert's output by a sigmoid, of a product of its own (Qwen2-MoE).
-      capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
-      scale_inputs: the weight of a token's only expert multiplies its input, and not its output (Llama 4).
-      biases: of the router, and of the experts' matrices (GPT-OSS).
-      clamp: of the experts' gates and values, see `ClampedSwiGLU`: (alpha, limit) (GPT-OSS); None:
-        activation(gate) * value.
-      balance: what the load-balancing loss counts in the loss, as its mean over the layers.
-      bias_rate: balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas,
-        see `jzero.balanced_bias`. 0: it stays as it is; None: there is none.
-    """
-
-    num_experts: int
-    top_k: int
-    width: int
-    normalize: bool = True
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    scale: float = 1.0
-    groups: tuple[int, int, int] | None = None
-    shared: int = 0
-    shared_gate: bool = False
-    capacity_factor: float | None = None
-    scale_inputs: bool = False
-    biases: bool = False
-    clamp: tuple[float, float] | None = None
-    balance: float = 0.01
+    num_experts: int  # of a layer
+    top_k: int  # of a token
+    width: int  # inner width of an expert
+    normalize: bool = True  # divides the weights of a token's experts by their sum; Mixtral always does
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router, see `jzero.route`
+    scale: float = 1.0  # multiplies the weights
+    groups: tuple[int, int, int] | None = None  # a token's experts are of its best ones, see `jzero.route` (DeepSeek)
+    shared: int = 0  # inner width of one more expert, which all tokens use; 0: there is none
+    shared_gate: bool = False  # multiplies its output by a sigmoid, of a product of its own (Qwen2-MoE)
+    capacity_factor: float | None = None  # bounds the tokens of a row that an expert takes; None: no token is dropped
+    scale_inputs: bool = False  # the weight of a token's only expert multiplies its input, not its output (Llama 4)
+    biases: bool = False  # of the router, and of the experts' matrices (GPT-OSS)
+    clamp: tuple[float, float] | None = None  # `ClampedSwiGLU`'s (alpha, limit) (GPT-OSS); None: activation(gate) * up
+    balance: float = 0.01  # what the load-balancing loss counts in the loss, as its mean over the layers
+    # Balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas, see
+    # `jzero.balanced_bias`. 0: it stays as it is; None: there is none.
     bias_rate: float | None = None
 
     def __post_init__(self):

@@ -31,23 +31,17 @@ class RopeScaling:
     in `original` positions, keeps those with more than `high`, and interpolates between (Llama 3.1). "yarn" does so by
     dimension (Peng et al., arXiv:2309.00071). "dynamic" enlarges the base for rows longer than `original`. "longrope"
     divides each by a number of its own, from `long` for such rows and from `short` otherwise (arXiv:2402.13753).
-
-    Attributes:
-      original: positions in pretraining.
-      attention_factor: multiplies the rotated queries and keys; default: that of the method.
-      mscale, mscale_all: yarn's default is mscale's factor divided by mscale_all's, if both are given.
-      truncate: yarn rounds the first and the last dimension of the interpolation outwards.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     low: float = 1.0
     high: float = 4.0
-    original: int = 8192
-    attention_factor: float | None = None
-    mscale: float | None = None
+    original: int = 8192  # positions in pretraining
+    attention_factor: float | None = None  # multiplies the rotated queries and keys; default: that of the method
+    mscale: float | None = None  # yarn's default is mscale's factor divided by mscale_all's, if both are given
     mscale_all: float | None = None
-    truncate: bool = True
+    truncate: bool = True  # yarn rounds the first and the last dimension of the interpolation outwards
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
