@@ -16,13 +16,11 @@ from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
 from .attention import Carry, Hidden
-from .decoder_block import gelu
 from .decoder_config import GPT_BLOCKS, padded
-from .encoder import Encoder, EncoderConfig, linear
 from .families import Family
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import check_tokens, plain, stacked
+from .transformer import Encoder, EncoderConfig, check_tokens, gelu, linear, plain, stacked
 
 ROW = Family(
     "BertForMaskedLM", {**GPT_BLOCKS, "norms": "sum", "activation": "gelu"},

@@ -24,15 +24,13 @@ from jzero.attention_kernels import Attend, kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Cache, Carry, Decoding, Hidden, KVCache
+from .attention import Cache, Carry, Decoding, Hidden, KVCache, linear_of
 from .config_json import weights_table
-from .decoder_attention import linear_of
-from .decoder_block import Block, LayerGroup, times
 from .decoder_config import DecoderConfig
 from .moe import METRICS
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import Transformer, check_tokens, column, plain, stacked
+from .transformer import Block, LayerGroup, Transformer, check_tokens, column, plain, stacked, times
 
 
 class Decoder(Transformer):

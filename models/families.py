@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_parts import EXPERTS, TIMES
 from .decoder_config import GPT_BLOCKS
+
+EXPERTS = "num_local_experts"  # what transformers 5 calls their number in each family
+TIMES = "n_shared_experts"  # DeepSeek's shared expert is so many times as wide as another one
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is), or (the
 # key, the fields of its values). "mixture.width" is the field `width` of the field `mixture`.

@@ -1,21 +1,153 @@
-"""The base of decoders and encoders: a stack of blocks, how a mesh cuts its parameters, and the checks of its batch."""
+"""The base of decoders and encoders: a stack of blocks, how a mesh cuts its parameters, and the checks of its batch.
+
+Shape suffixes are those of models/decoder.py.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jzero.attention_kernels import Attend, kernel_note
 from jzero.errors import ConfigError, some_of
+from jzero.tiling import tiled
 
-from .attention import Carry, Hidden
-from .decoder_block import Block, LayerGroup
-from .decoder_config import DecoderConfig
+from .attention import Attention, Cache, Carry, Decoding, Hidden, LatentAttention, initial, linear_of
+from .decoder_config import DecoderConfig, check_fields
+from .downloads import ADVICE, Download, config_problems
+from .families import EPS, SIZES, Family
+from .lora import FusedLinear
+from .moe import Mixture
+from .norms import make_norm
+from .tensor_names import end_rows, layer_rows, padded_rows
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU without the approximation by tanh."""
+    return nnx.gelu(x, approximate=False)
+
+
+ACTIVATIONS = {"silu": nnx.silu, "gelu": gelu, "gelu_tanh": nnx.gelu}
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)), where one product makes gate and up, or down(activation(up(x)))."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.activation, self.gated, c = ACTIVATIONS[config.activation], config.gated, config
+        if c.gated:  # with silu this is SwiGLU
+            widths, more = {"gate_proj": 1, "up_proj": 1}, {"use_bias": c.mlp_bias, "kernel_init": initial(c)}
+            self.gate_up = FusedLinear(c.d_model, (2, c.d_ff), 0, widths, c.lora, rngs=rngs, **more)
+        else:
+            self.up = linear_of(c, c.d_model, c.d_ff, "up_proj", rngs, bias=c.mlp_bias)
+        self.down = linear_of(c, c.d_ff, c.d_model, "down_proj", rngs, last=True, bias=c.mlp_bias)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        if not self.gated:
+            return self.down(self.activation(self.up(x_BSD)))
+        gate_BSF, up_BSF = (part_BS1F.squeeze(2) for part_BS1F in self.gate_up(x_BSD))
+        return self.down(self.activation(gate_BSF) * up_BSF)
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config, before, after = config, config.norms != "after", config.norms in ("after", "both")
+        if before:
+            self.attention_norm = make_norm(config, rngs)
+        self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
+        if before and config.parallel != "one_norm":
+            self.mlp_norm = make_norm(config, rngs)
+        if config.mixture:
+            starts = {"init": initial(config), "last": initial(config, last=True)}
+            activation = ACTIVATIONS[config.activation]
+            self.mlp: Any = Mixture(config.mixture, config.d_model, activation, rngs=rngs, **starts)
+        else:
+            self.mlp = MLP(config, rngs=rngs)
+        if after:
+            self.attention_post_norm, self.mlp_post_norm = make_norm(config, rngs), make_norm(config, rngs)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        carry = x if isinstance(x, Carry) else Carry(x)
+        h_BSD = self.before("attention", carry.x_BSD)
+        y_BSD = self.attention(carry._replace(x_BSD=h_BSD))
+        x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
+        if not isinstance(x, Carry):
+            return x_BSD
+        metrics = carry.metrics if metrics is None else jax.tree.map(jnp.add, carry.metrics, metrics)
+        return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
+
+    def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
+        """Run the layer in generation."""
+        h_BSD = self.before("attention", x.x_BSD)
+        y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
+        layer = None if x.layer is None else x.layer + 1
+        return x._replace(x_BSD=self.feed_forward(x.x_BSD, h_BSD, y_BSD)[0], layer=layer), cache
+
+    def feed_forward(
+        self, x_BSD: jax.Array, h_BSD: jax.Array, y_BSD: jax.Array, tiles: int = 1
+    ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+        """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's; return its metrics too.
+
+        Args:
+          h_BSD: attention's input.
+        """
+        parallel = {"one_norm": h_BSD, "two_norms": x_BSD}
+        # One line for each sum: a plan shows collectives by their lines.
+        x_BSD = self.after("attention", x_BSD + self.scaled("attention", y_BSD))
+        source_BSD = parallel.get(self.config.parallel or "", x_BSD)
+        y_BSD = tiled(lambda x_BSD: self.mlp(self.before("mlp", x_BSD)), source_BSD, tiles)
+        y_BSD, metrics = y_BSD if isinstance(y_BSD, tuple) else (y_BSD, None)
+        return self.after("mlp", x_BSD + self.scaled("mlp", y_BSD)), metrics
+
+    def before(self, part: str, x_BSD: jax.Array) -> jax.Array:
+        """Return the input of a part of the layer."""
+        return x_BSD if self.config.norms == "sum" else self.normed(f"{part}_norm", x_BSD)
+
+    def scaled(self, part: str, y_BSD: jax.Array) -> jax.Array:
+        """Return what a part of the layer adds."""
+        return times(self.normed(f"{part}_post_norm", y_BSD), self.config.residual_scale)
+
+    def after(self, part: str, x_BSD: jax.Array) -> jax.Array:
+        """Return the sum after a part of the layer."""
+        return self.normed(f"{part}_norm", x_BSD) if self.config.norms == "sum" else x_BSD
+
+    def normed(self, name: str, x_BSD: jax.Array) -> jax.Array:
+        """Apply a norm, if this family has it."""
+        return getattr(self, name)(x_BSD) if hasattr(self, name) else x_BSD
+
+
+class LayerGroup(nnx.Module):
+    """Layers that follow each other and differ: before the stack, or as one layer of it."""
+
+    def __init__(self, configs: Iterable[DecoderConfig], *, rngs: nnx.Rngs):
+        self.layers = nnx.List([Block(config, rngs=rngs) for config in configs])
+
+    def __call__(self, x: Hidden) -> Hidden:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def decode(self, x: Decoding, caches: Sequence[Cache]) -> tuple[Decoding, Sequence[Cache]]:
+        """Run the layers in generation, each with its cache."""
+        new = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer.decode(x, cache)
+            new.append(cache)
+        return x, new
+
+
+def times(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
 class Transformer(nnx.Module):
@@ -134,3 +266,86 @@ def check_tokens(batch: Any, vocab_size: int) -> None:
                 f"batch leaf {name!r} has token {outside[0]}, but the model's vocabulary is 0 to {vocab_size - 1}: use "
                 f"the model's own tokenizer, or make the model with vocab_size = len(tokenizer) (now {vocab_size})"
             )
+
+
+# ------------------------------------------------------------------------------------------- encoders
+
+# A field -> the key of config.json.
+KEYS = {field: key for field, key in {**SIZES, **EPS}.items() if field != "vocab_size"}
+
+
+@dataclass(frozen=True)
+class EncoderBlockConfig(DecoderConfig):
+    """The config of a block whose tokens see all others, or the first `row_length` ones."""
+
+    causal = False
+    row_length: int | None = None  # type: ignore[misc]
+    owner: type | None = None  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The shape of an encoder, and the `download` it comes from; a subclass has the `row` of its family."""
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    d_ff: int
+    norm_eps: float = 1e-12
+    attention: Attend = "auto"
+    download: Download | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    row: ClassVar[Family]
+    row_length: ClassVar[int | None] = None
+
+    def __post_init__(self):
+        _ = self.block  # its config checks this one
+
+    @classmethod
+    def read(cls, download: Download, **changes: Any) -> Self:
+        """Read the shape from a config.json of `transformers`.
+
+        Raises:
+          ConfigError: keys are missing or have other values; all problems at once.
+        """
+        check_fields(cls, changes)
+        there = {"layer_norm_eps": 1e-12, **cls.row.absent}  # transformers' defaults
+        there |= {key: value for key, value in download.config.items() if value is not None}
+        keys = {field: key for field, key in {**KEYS, **cls.row.keys}.items() if field not in changes}
+        counts = [key for field, key in keys.items() if field != "norm_eps"]
+        if problems := config_problems(there, keys.values(), counts, cls.row.needs):
+            raise ConfigError(*problems)
+        return cls(**{**{field: there[key] for field, key in keys.items()}, "download": download, **changes})
+
+    @property
+    def block(self) -> EncoderBlockConfig:
+        """The config of the blocks."""
+        return EncoderBlockConfig(
+            self.num_layers, self.d_model, self.num_heads, self.num_heads, self.d_ff, norm_eps=self.norm_eps,
+            attention=self.attention, row_length=self.row_length, owner=type(self), **self.row.fixed,
+        )  # fmt: skip
+
+
+class Encoder(Transformer):
+    """The base of encoders."""
+
+    def report_notes(self, dtype: jnp.dtype) -> list[str]:
+        return [kernel_note(self.config.attention, dtype, self.block.head_dim)]
+
+    def weights_layout(self) -> dict[str, Any]:
+        """Describe the parameters in `transformers`, see `jzero.weights.name_map`."""
+        c, row, shapes = self.config, self.config.row, self.shapes
+        sizes = {key: getattr(c, field) for field, key in {**KEYS, **row.keys}.items()}
+        rows = [*end_rows(row.names, shapes), *layer_rows(c.block, row.names, shapes)]
+        for leaf in self.vocabulary:
+            rows += padded_rows(row.names[leaf], f"ends/{leaf}", c.vocab_size, shapes)
+        return {
+            "config": {"architectures": [row.architecture], **sizes, **row.needs},
+            "download": c.download and c.download.table(getattr(c, "vocab_size", None)),
+            "may_differ": ["architectures"], "advice": ADVICE, "aliases": row.aliases, "ignored": row.ignored,
+            "tensors": rows,
+        }  # fmt: skip
+
+
+def linear(d_in: int, d_out: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)

@@ -18,10 +18,9 @@ from jzero.loss import Mean
 
 from .decoder_config import GPT_BLOCKS
 from .downloads import Download
-from .encoder import Encoder, EncoderConfig, linear
 from .families import Family
 from .norms import make_norm
-from .transformer import stacked
+from .transformer import Encoder, EncoderConfig, linear, stacked
 
 ROW = Family(
     "ViTForImageClassification", {**GPT_BLOCKS, "activation": "gelu"},
