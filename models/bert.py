@@ -87,7 +87,6 @@ class Bert(Encoder):
         return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
-        """Return the tokens' mean cross-entropy."""
         return vocab_parallel.cross_entropy(
             self.features(plain(x)), self.embed[...].T, batch["labels"], bias_V=self.head_bias[...],
             vocab_size=self.config.vocab_size,
@@ -106,7 +105,6 @@ class Bert(Encoder):
         return logits.astype(jnp.float32)[..., : self.config.vocab_size]
 
     def check_batch(self, batch: dict[str, Any]) -> None:
-        """Raise a ConfigError for tokens outside the vocabulary, see `jzero.model`."""
         check_tokens(batch, self.config.vocab_size)
 
     @property

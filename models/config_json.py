@@ -14,7 +14,7 @@ from jzero.errors import ConfigError
 
 from .decoder_config import DecoderConfig, LatentConfig, check_fields
 from .downloads import ADVICE, OWN, Download, config_problems
-from .families import EXPERTS, FAMILIES, SIZES, TIMES, Family
+from .families import EXPERTS, FAMILIES, LATENT, SIZES, TIMES, Family
 from .lora import adapters_table
 from .moe import MixtureConfig
 from .rope import RopeScaling
@@ -45,13 +45,9 @@ MAY_DIFFER = (
     "n_inner",  # null is 4 * n_embd
     FUTURE,  # files may have more of these layers than the model
 )  # fmt: skip
-
-
-COUNTS = (
-    *SIZES, "num_kv_heads", "max_positions", "latent.rank", "latent.query_rank", "latent.plain", "latent.rotated",
-    "latent.value", "mixture.num_experts", "mixture.top_k", "mixture.width",
-)  # fmt: skip
-NEEDED = (*SIZES, "max_positions", "mixture.num_experts", "mixture.top_k", "mixture.width", "mixture.shared")
+EXPERTS_SIZES = ("mixture.num_experts", "mixture.top_k", "mixture.width")
+COUNTS = (*SIZES, "num_kv_heads", "max_positions", *LATENT, *EXPERTS_SIZES)
+NEEDED = (*SIZES, "max_positions", *EXPERTS_SIZES, "mixture.shared")
 ANEW = {*OWN, FUTURE, "no_rope_layers"}  # what depends on num_layers is always written
 NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
@@ -60,8 +56,7 @@ REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "ro
 def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     """Read the shape of a decoder from a config.json of `transformers`, versions 4 and 5.
 
-    Raises:
-      ConfigError: it describes what the decoder lacks; all problems at once.
+    A ConfigError lists all that the decoder lacks.
 
     >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
@@ -120,7 +115,6 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
 
 
 def _read(there: Mapping[str, Any], key: Any) -> Any:
-    """Return a field's value; None if config.json does not have it."""
     key, change = (key, 1) if isinstance(key, str) else key
     value = there.get(key)
     if isinstance(change, Mapping):
@@ -129,10 +123,9 @@ def _read(there: Mapping[str, Any], key: Any) -> Any:
 
 
 def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[str]]:
-    """Describe the parameters in `transformers`, see `jzero.weights.name_map`.
+    """Describe the parameters in `transformers`, see `jzero.weights.name_map`; return lines for the run report too.
 
-    Returns:
-      (the table, lines for the run report); None if the family does not have all that the config has.
+    The table is None if the family does not have all that the config has.
     """
     c, family = config, FAMILIES.get(config.family)
     if family is None:
@@ -172,10 +165,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
 
 
 def _left_out(config: DecoderConfig) -> tuple[list[str], list[str]]:
-    """Return patterns of a download's tensors that are not read, and lines about what the model leaves out.
-
-    The tensors are those that predict further tokens: copies of embedding and head, and whole layers.
-    """
+    """Return patterns of a download's tensors that are not read, and lines about what the model leaves out."""
     c, there = config, config.download.config if config.download else {}
     notes = [f"{key} = {there[key]}: {why}" for key, why in LEFT_OUT.items() if there.get(key)]
     if not (ahead := there.get(FUTURE)):
@@ -183,6 +173,7 @@ def _left_out(config: DecoderConfig) -> tuple[list[str], list[str]]:
     if ahead > c.future_layers:
         advice = f"from_hf(..., future_layers={ahead}) reads and trains them"
         notes.append(f"{FUTURE} = {ahead}: these layers are left out; {advice}")
+    # Layers that predict further tokens, with their copies of embedding and head.
     layers = [f"model.layers.{number}.*" for number in range(c.num_layers + c.future_layers, c.num_layers + ahead)]
     return [*layers, "model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"], notes
 
@@ -214,7 +205,6 @@ def _differences(config: DecoderConfig, content: Mapping[str, Any]) -> list[str]
 
 
 def _fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return all fields, those of a mixture under their own names."""
     found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if mixture := config.mixture:
         found |= {f"mixture.{name}": x for name, x in vars(mixture).items()}
@@ -223,7 +213,7 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _parts(c: DecoderConfig, family: Family, there: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield keys of a config.json: together those that are read together, see py."""
+    """Yield keys of a config.json: together those that are read together."""
     keys = family.all_keys
     yield {"architectures": [family.architecture], "model_type": c.family, **family.needs}
     for path, key in keys.items():
@@ -251,7 +241,6 @@ def _parts(c: DecoderConfig, family: Family, there: Mapping[str, Any]) -> Iterat
 
 
 def _written(c: Any, field: str, change: float | Mapping[Any, Any]) -> Any:
-    """Return what config.json has of a field."""
     value = getattr(c, field)
     if isinstance(change, Mapping):
         return next((name for name, stands_for in change.items() if stands_for == value), False)
@@ -311,10 +300,8 @@ def repeated(flags: Sequence[bool], plain: bool) -> tuple[bool, ...] | None:
 def patterns_json(config: DecoderConfig, there: Mapping[str, Any]) -> dict[str, Any]:
     """Return what config.json has of the patterns, in the keys that are `there`."""
     c, chunked = config, CHUNK in there
-    wide, rope = (
-        [pattern[i % len(pattern)] for i in range(c.num_layers)]
-        for pattern in (c.global_layers or (c.window is None,), c.rope_layers or (True,))
-    )
+    patterns = c.global_layers or (c.window is None,), c.rope_layers or (True,)
+    wide, rope = ([pattern[i % len(pattern)] for i in range(c.num_layers)] for pattern in patterns)
     content: dict[str, Any] = {CHUNK if chunked else "sliding_window": c.window}
     if c.global_layers or {"sliding_window_pattern", CHUNK, "layer_types"} & there.keys():
         near = CHUNKED if chunked else SLIDING
@@ -418,12 +405,7 @@ METHODS = {"deepseek_v2": {"greedy": 0, "group_limited_greedy": 1}, "deepseek_v3
 
 
 def mixture_of(fields: dict[str, Any], there: Mapping[str, Any], trained: bool = False) -> MixtureConfig:
-    """Make the mixture of a config.json.
-
-    Args:
-      fields: those that keys of their own, or the family, decide.
-      trained: there are weights, whose bias stays as it is.
-    """
+    """Add to the fields of a mixture what several keys decide; the bias of `trained` weights stays as it is."""
     # transformers adds the loss only then, by default with 0.001; most downloads have a coefficient without it.
     balance = there.get("router_aux_loss_coef", 0.001) if there.get("output_router_logits") else 0.0
     fields = {"balance": balance, **fields, "groups": _groups(there, fields["num_experts"])}
@@ -437,11 +419,7 @@ def mixture_of(fields: dict[str, Any], there: Mapping[str, Any], trained: bool =
 
 
 def _groups(there: Mapping[str, Any], experts: int) -> tuple[int, int, int] | None:
-    """Read the groups that limit a token's experts, see `jzero.route`; None without them, or with one.
-
-    Raises:
-      ConfigError: no such method, or groups that do not fit the experts.
-    """
+    """Read the groups that limit a token's experts, see `jzero.route`; None without them, or with one."""
     methods = METHODS.get(there["model_type"])
     if methods is None or methods.get(there["topk_method"]) == 0:
         return None

@@ -82,7 +82,6 @@ class Decoder(Transformer):
 
     @property
     def has_aux(self) -> bool:
-        """Whether the suffix returns metrics beside the loss."""
         return self.config.mixture is not None or self.config.future_layers > 0
 
     def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
@@ -105,7 +104,7 @@ class Decoder(Transformer):
 
     def future_loss(self, carry: Carry, batch: dict[str, jax.Array]) -> tuple[jax.Array, Carry]:
         """Sum the mean of the future layers' losses [], as the main loss over the same count (eq. 24 and 25)."""
-        tokens_BS, labels_BS = (column(batch, name) for name in ("inputs", "labels"))
+        tokens_BS, labels_BS = column(batch, "inputs"), column(batch, "labels")
         losses, carry = [], carry._replace(x_BSD=self.norm(carry.x_BSD))
         for depth, layer in enumerate(self.future):
             tokens, labels = ahead(tokens_BS, labels_BS, carry.segments_BS, depth + 1)
@@ -131,18 +130,15 @@ class Decoder(Transformer):
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def final(self, x_BSD: jax.Array) -> jax.Array:
-        """Normalise the stack's output; its product with the head are the logits."""
         return times(self.norm(x_BSD), self.config.logit_scale)
 
     def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Make the empty cache of a layer of the stack for generation, see `jzero.model`."""
         if most := self.config.max_positions:
             learned_positions(length, most)  # checks the length
         group = [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[1]]
         return group if len(group) > 1 else group[0]
 
     def make_prefix_cache(self, rows: int, length: int, dtype: jnp.dtype) -> list[Cache]:
-        """Make the empty caches of the layers before the stack."""
         return [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[0]]
 
     def _empty(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
@@ -162,13 +158,10 @@ class Decoder(Transformer):
         return self.outputs(x.x_BSD[:, -1:])[:, 0]
 
     def check_batch(self, batch: dict[str, Any]) -> None:
-        """Raise a ConfigError for tokens outside the vocabulary, see `jzero.model`."""
         check_tokens(batch, self.config.vocab_size)
 
     def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        """Return the lines for the run report, given the compute dtype."""
-        c = self.config
-        _, names = weights_table(c)
+        c, (_, names) = self.config, weights_table(self.config)
         choice: Attend = "xla" if c.sinks else c.attention
         note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=c.window is None and not c.latent)
         return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
@@ -191,15 +184,11 @@ class Decoder(Transformer):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """{parameter: its vocabulary dimension}: a pipeline divides these among its stages."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
 
 
 class FutureLayer(nnx.Module):
-    """A layer that predicts a token further ahead (DeepSeek-AI, arXiv:2412.19437, section 2.2).
-
-    Its input is made of the state before it and the embedding of a token that comes later.
-    """
+    """A layer that predicts a token further ahead (DeepSeek-AI, arXiv:2412.19437, section 2.2)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.embed_norm, self.state_norm = make_norm(config, rngs), make_norm(config, rngs)

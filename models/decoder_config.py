@@ -24,11 +24,7 @@ from .rope import RopeScaling
 
 
 def padded(size: int, multiple: int) -> int:
-    """Round up to a multiple.
-
-    >>> padded(50257, 128), padded(64, 64)
-    (50304, 64)
-    """
+    """Round up to a multiple."""
     if multiple < 1:
         raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
     return -(-size // multiple) * multiple
@@ -207,7 +203,6 @@ class DecoderConfig:
 
     @property
     def has_rope(self) -> bool:
-        """Whether any layer has RoPE."""
         return not self.rope_layers or any(self.rope_layers)
 
     def of_layer(self, number: int) -> DecoderConfig:
@@ -218,8 +213,7 @@ class DecoderConfig:
     def layer_ranges(self) -> tuple[range, list[range]]:
         """(The numbers of the layers before the stack, those of the layers that are one layer of the stack).
 
-        One program runs all layers of the stack. If layers differ, the first ones come before it, and several that
-        follow each other are one layer of it: as few as the pattern allows.
+        One program runs all layers of the stack. If they differ, it has as few layers of several as the pattern allows.
         """
         layers = range(self.num_layers)
         dense = [number in self.dense_layers for number in layers]
@@ -239,7 +233,6 @@ class DecoderConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """The rows of the embedding, padding included."""
         return padded(self.vocab_size, self.pad_vocab_to)
 
     @cached_property
@@ -251,16 +244,14 @@ class DecoderConfig:
         return nnx.eval_shape(lambda: Decoder(plain, rngs=nnx.Rngs(0))).shapes
 
     @property
-    def num_parameters(self) -> int:
-        """Count the parameters without adapters, embedding and head included."""
+    def num_parameters(self) -> int:  # without adapters
         return sum(map(prod, self.shapes.values()))
 
     def flops_per_token(self, sequence: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
 
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
-        keys that a token sees, on average, for attention's two products: half the sequence, half a chunk, or less with
-        a window.
+        keys that a token sees, on average, for attention's two products.
         """
         share = self.mixture.top_k / self.mixture.num_experts if self.mixture else 1
         lookups = {"ends/positions"} if self.tied else {"ends/positions", "ends/embed"}

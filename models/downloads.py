@@ -28,11 +28,7 @@ class Download:
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Download:
-        """Read a config.json: the file, its directory, the name of a model in the Hub's local cache, or the content.
-
-        Raises:
-          ConfigError: it cannot be read.
-        """
+        """Read a config.json: the file, its directory, the name of a model in the Hub's local cache, or the content."""
         there, directory = source, None
         if not isinstance(there, Mapping):
             path = from_cache(there)
@@ -46,8 +42,7 @@ class Download:
     def table(self, vocab_size: int | None = None) -> dict[str, Any]:
         """Return the entry `download` of a `weights_layout`, see `jzero.weights.name_map`.
 
-        Args:
-          vocab_size: of the model; special tokens outside of it are left out, since `transformers` refuses them.
+        Special tokens outside of a model's `vocab_size` are left out, since `transformers` refuses them.
         """
         kept = {key: value for key, value in self.config.items() if key not in OWN}
         for key in kept.keys() & set(IDS) if vocab_size is not None else ():
@@ -60,11 +55,7 @@ class Download:
 def config_problems(
     there: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str], needs: Mapping[str, Any]
 ) -> list[str]:
-    """List needed keys that a config.json lacks, counts that are no positive integers, and values other than `needs`.
-
-    Args:
-      there: its content, with the values of keys that it may lack.
-    """
+    """List needed keys that a config.json lacks, counts that are not positive, and values other than `needs`."""
     wrong = {key: "a positive integer" for key in counts if type(there.get(key, 1)) is not int or there.get(key, 1) < 1}
     wrong |= {key: repr(value) for key, value in needs.items() if there.get(key, value) != value}
     problems = [f"config.json has no {key}" for key in needed if key not in there]

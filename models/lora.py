@@ -60,9 +60,7 @@ class FusedLinear(nnx.LinearGeneral):
 
     Args:
       shape: of the outputs, without rows and sequence.
-      cut: the dimension of `shape` along which the modules lie.
-      widths: module -> its width along that dimension.
-      options: of nnx.LinearGeneral.
+      cut: the dimension of `shape` along which the modules lie; `widths`: those of the modules along it.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class FusedLinear(nnx.LinearGeneral):
 
 
 class LoRALinear(FusedLinear):
-    """A linear layer of one module with an adapter: that of o_proj is o_proj/lora_a [in, r], o_proj/lora_b [r, out]."""
+    """A linear layer of one module with an adapter."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:  # type: ignore[override]
         return super().__call__(inputs, out_sharding)[0]
@@ -151,6 +149,5 @@ def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[
     }  # fmt: skip
     # The tensors show the modules, and dropout changes only the training.
     may_differ = ["task_type", "base_model_name_or_path", "inference_mode", "target_modules", "lora_dropout"]
-    return {
-        "scale": lora.scale, "matrices": matrices, "tensors": tensors, "config": config, "may_differ": may_differ
-    }  # fmt: skip
+    table = {"scale": lora.scale, "matrices": matrices, "tensors": tensors}
+    return {**table, "config": config, "may_differ": may_differ}

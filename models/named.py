@@ -113,20 +113,19 @@ def config_from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any
 
 
 def module_of(config: Any) -> type:
-    """Return the class of Flax modules that a config makes: `module_of(config)(config, rngs=rngs)`."""
+    """Return the class of Flax modules of a config: `module_of(config)(config, rngs=rngs)`."""
     return {BertConfig: Bert, ViTConfig: ViT}.get(type(config), Decoder)
 
 
 class FoundModel(NamedTuple):
-    """A model that was found by its name, and the directory of its files; None: a shape alone."""
+    """A model that was found by its name."""
 
     name: str
     shape: Any
-    directory: Path | None = None
+    directory: Path | None = None  # of its files; None: a shape alone
 
     @property
     def module(self) -> type:
-        """The class of Flax modules that the shape makes."""
         return module_of(self.shape)
 
     @property
@@ -147,11 +146,10 @@ class FoundModel(NamedTuple):
 
 
 def find_model(name: str, **changes: Any) -> FoundModel:
-    """Find a model by name: `find_model("qwen3-8b", num_layers=2).shape`.
+    """Find a model by name, with changes of fields: `find_model("qwen3-8b", num_layers=2).shape`.
 
     Args:
       name: a directory with config.json, a hub id that is in the local cache, or one of SHAPES.
-      changes: of fields of its shape.
 
     Raises:
       ConfigError: there is none, it has no such field, or jzero's models lack what it has.
@@ -166,11 +164,7 @@ def find_model(name: str, **changes: Any) -> FoundModel:
 
 
 def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> DecoderConfig:
-    """Return a decoder's shape with the adapters of a fine-tuning, at each matrix that its family's files name.
-
-    Raises:
-      ConfigError: there is none.
-    """
+    """Return a decoder's shape with the adapters of a fine-tuning, at each matrix that its family's files name."""
     family = getattr(shape, "family", None)  # which decoders have
     modules = linear_modules(tensor_rows(shape, FAMILIES[family].names)) if family else ()
     if not modules:
@@ -181,7 +175,6 @@ def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> De
 
 
 def _unknown(name: str) -> str:
-    """Say what a name must be; a short name, as 8b, stands behind the colon of a longer one."""
     if _HUB_ID.fullmatch(name):
         return f"{name}: no such directory, and not in the cache of downloads; fetch it with: hf download {name}"
     longer = [known for known in SHAPES if known.endswith(f":{name}")]

@@ -24,7 +24,6 @@ class Norm(nnx.Module):
     Args:
       shape: of the scale; [K, G, C] for queries or keys [B, S, K, G, C] with a scale for each head.
       axes: those of the mean: of a head (Cohere, StableLM), or of all heads together (OLMo 2).
-      centered: subtracts the mean, as LayerNorm does.
       offset: of the scale from its parameter: 1 for Gemma.
     """
 
@@ -44,7 +43,6 @@ class Norm(nnx.Module):
 
 
 def make_norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:
-    """Make the config's norm of the last dimension."""
     width, epsilon = width or config.d_model, config.norm_eps
     if config.norm == "rms":
         return nnx.RMSNorm(width, epsilon=epsilon, rngs=rngs)

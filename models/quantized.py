@@ -40,11 +40,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
-    """Quantise a matrix [in, *out].
-
-    Raises:
-      ConfigError: NF4, whose codes are two a byte, of an odd input dimension.
-    """
+    """Quantise a matrix [in, *out]. NF4, whose codes are two a byte, needs an even input dimension."""
     d_in, *out = matrix.shape
     if kind == "nf4" and d_in % 2:
         raise ConfigError(f'LoRAConfig: quantized = "nf4": a matrix has {d_in} inputs, must be even; use "int8"')
@@ -66,7 +62,6 @@ def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
 
 
 def dequantize(q: Quantized, dtype: Any) -> jax.Array:
-    """Make the matrix [in, *out] again."""
     rows, *out = q.scales.shape
     if q.codes.dtype == jnp.uint8:
         nibbles = jnp.concatenate([q.codes & 15, q.codes >> 4])
@@ -120,7 +115,6 @@ def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
 def _dequantize_now(
     codes: jax.Array, scales: jax.Array, step: jax.Array, offset: jax.Array, operand: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the operand, and the matrix to multiply it with."""
     # In an unrolled stack XLA makes the matrices of all layers at once, and keeps them for the backward pass. So the
     # scales depend on the operand. Codes behind the barrier would be copied.
     operand, step = jax.lax.optimization_barrier((operand, step))
@@ -134,12 +128,8 @@ _product = function_primitive(FROZEN)
 def quantize_params(params: Any, like: Any, kind: Kind) -> Any:
     """Quantise the matrices of a decoder's stack, layer by layer, where the model of `like` has them in few bits.
 
-    Args:
-      params: nested dicts of the decoder without quantisation and without adapters.
-      like: those of the same decoder with it, or their shapes.
-
-    Returns:
-      Nested dicts of `like`, with None for its adapters.
+    `params` are nested dicts of the decoder without quantisation and adapters, `like` those of the one with both, or
+    their shapes; so is the result, with None for adapters.
     """
     if not isinstance(like, dict):
         return params

@@ -17,10 +17,10 @@ from jzero.errors import ConfigError
 
 
 class Rope(NamedTuple):
-    """The angles per position [R / 2], float32, and the factor of the rotated vectors' length."""
+    """The rotation of a kind of layers."""
 
-    frequency: jax.Array
-    magnitude: float | jax.Array = 1.0
+    frequency: jax.Array  # the angles per position [R / 2], float32
+    magnitude: float | jax.Array = 1.0  # the factor of the rotated vectors' length
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RopeScaling:
         return frequency * (kept + (1 - kept) / self.factor)
 
     def _dimension(self, turns: float, theta: float, half: int) -> float:
-        """Return the dimension that makes this many turns in the original positions."""
+        """Return the dimension that makes so many turns in the original positions."""
         return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
 
     @property
@@ -101,7 +101,6 @@ def frequencies(width: int, theta: float, scaling: RopeScaling | None = None, le
 
 
 def either(condition: jax.Array, a: Rope, b: Rope) -> Rope:
-    """Choose between two kinds of layers."""
     same = isinstance(a.magnitude, float) and a.magnitude == b.magnitude
     magnitude = a.magnitude if same else jnp.where(condition, a.magnitude, b.magnitude)
     return Rope(jnp.where(condition, a.frequency, b.frequency), magnitude)
@@ -115,7 +114,6 @@ def rope(
     The angles are float32: in half precision, the angles of distant positions would round to the same value.
 
     Args:
-      x_BSHC: queries or keys.
       angles: the `frequencies`, of C or fewer dimensions.
       positions_BS: default: 0 to S - 1.
       interleaved: a pair is two neighbours (Cohere, GLM), and not one of each half.
@@ -147,11 +145,7 @@ def segment_positions(segments_BS: jax.Array) -> jax.Array:
 
 
 def learned_positions(length: int, most: int, segments_BS: jax.Array | None = None) -> jax.Array:
-    """Return the rows of a table of positions for rows of tokens: [S], or [B, S] with segments.
-
-    Raises:
-      ConfigError: more tokens than positions; a lookup would repeat the last one's.
-    """
-    if length > most:
+    """Return the rows of a table of positions for rows of tokens: [S], or [B, S] with segments."""
+    if length > most:  # a lookup would repeat the last one's
         raise ConfigError(f"a row has {length} tokens, but the model has {most} positions: shorten the rows")
     return jnp.arange(length) if segments_BS is None else segment_positions(segments_BS)

@@ -44,11 +44,7 @@ FUTURE = {"embed_norm": "enorm", "state_norm": "hnorm", "norm": "shared_head.nor
 
 
 def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
-    """List the rows of all weights.
-
-    Args:
-      names: those that differ from Llama's.
-    """
+    """List the rows of all weights; `names` are those that differ from Llama's."""
     c, names, shapes = config, {**NAMES, **names}, config.shapes
     rows = padded_rows(f"{names['embed']}.weight", "ends/embed", c.vocab_size, shapes)
     for path, numbers in c.layer_paths.items():
@@ -78,12 +74,7 @@ def padded_rows(name: str, leaf: str, size: int, shapes: Shapes, axis: int = 0) 
 def layer_rows(
     config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, path: str = "stack", numbers: range = range(0)
 ) -> list[Row]:
-    """List the rows of the layers at a path.
-
-    Args:
-      shapes: of all leaves.
-      numbers: of these layers in files; the default stands for 0, 1, 2 and so on.
-    """
+    """List the rows of the layers at a path, which have these `numbers` in files; the default is all from 0 on."""
     c, stacked, names = config, path.startswith("stack"), {**NAMES, **(LATENT if config.latent else {}), **names}
     own = {leaf.removeprefix(f"{path}/"): x[stacked:] for leaf, x in shapes.items() if leaf.startswith(f"{path}/")}
     if c.latent:
@@ -112,7 +103,7 @@ def end_rows(names: Mapping[str, str], shapes: Shapes) -> list[Row]:
 
 
 def _as_in_conv1d(row: Row) -> Row:
-    """Describe the same matrix in files that have it as [in, out]."""
+    """Describe the same row in files that have matrices as [in, out]."""
     matrix = "transposed" in row
     return {key: x[::-1] if key == "reshape" and matrix else x for key, x in row.items() if key != "transposed"}
 
@@ -120,8 +111,7 @@ def _as_in_conv1d(row: Row) -> Row:
 def module_rows(name: str, leaf: str, shapes: Shapes, *cuts: Cut) -> list[Row]:
     """Describe a linear layer or a norm, or the part of a linear layer's outputs that `cuts` leave.
 
-    Args:
-      name: of the module in files; "[1]" at its end is the number of a part.
+    "[1]" at the end of its name in files is the number of a part.
     """
     name, bracket, number = name.partition("[")
     rows = list[Row]()

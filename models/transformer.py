@@ -87,7 +87,6 @@ class Block(nnx.Module):
         return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
 
     def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
-        """Run the layer in generation."""
         h_BSD = self.before("attention", x.x_BSD)
         y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
         layer = None if x.layer is None else x.layer + 1
@@ -96,11 +95,7 @@ class Block(nnx.Module):
     def feed_forward(
         self, x_BSD: jax.Array, h_BSD: jax.Array, y_BSD: jax.Array, tiles: int = 1
     ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-        """Add attention's output y_BSD to x_BSD, and then the feed-forward layer's; return its metrics too.
-
-        Args:
-          h_BSD: attention's input.
-        """
+        """Add attention's output y_BSD of h_BSD to x_BSD, and then the feed-forward layer's; return its metrics too."""
         parallel = {"one_norm": h_BSD, "two_norms": x_BSD}
         # One line for each sum: a plan shows collectives by their lines.
         x_BSD = self.after("attention", x_BSD + self.scaled("attention", y_BSD))
@@ -110,15 +105,12 @@ class Block(nnx.Module):
         return self.after("mlp", x_BSD + self.scaled("mlp", y_BSD)), metrics
 
     def before(self, part: str, x_BSD: jax.Array) -> jax.Array:
-        """Return the input of a part of the layer."""
         return x_BSD if self.config.norms == "sum" else self.normed(f"{part}_norm", x_BSD)
 
     def scaled(self, part: str, y_BSD: jax.Array) -> jax.Array:
-        """Return what a part of the layer adds."""
         return times(self.normed(f"{part}_post_norm", y_BSD), self.config.residual_scale)
 
     def after(self, part: str, x_BSD: jax.Array) -> jax.Array:
-        """Return the sum after a part of the layer."""
         return self.normed(f"{part}_norm", x_BSD) if self.config.norms == "sum" else x_BSD
 
     def normed(self, name: str, x_BSD: jax.Array) -> jax.Array:
@@ -138,7 +130,6 @@ class LayerGroup(nnx.Module):
         return x
 
     def decode(self, x: Decoding, caches: Sequence[Cache]) -> tuple[Decoding, Sequence[Cache]]:
-        """Run the layers in generation, each with its cache."""
         new = []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer.decode(x, cache)
@@ -151,15 +142,10 @@ def times(x: jax.Array, scale: float) -> jax.Array:
 
 
 class Transformer(nnx.Module):
-    """A module with a stack of blocks.
+    """A module with a stack of blocks."""
 
-    Attributes:
-      config: of the model; an encoder's has that of its blocks as `block`.
-      vocabulary: {parameter: its vocabulary dimension}: a pipeline divides these among its stages.
-    """
-
-    config: Any
-    vocabulary: Any = MappingProxyType[str, int]({})
+    config: Any  # of the model; an encoder's has that of its blocks as `block`
+    vocabulary: Any = MappingProxyType[str, int]({})  # parameter -> the dimension that a pipeline divides
     stack: nnx.Module
 
     @property
@@ -227,16 +213,11 @@ def stacked(group: Sequence[DecoderConfig], length: int, rngs: nnx.Rngs) -> Bloc
 
 
 def plain(x: Hidden) -> jax.Array:
-    """Return x_BSD."""
     return x.x_BSD if isinstance(x, Carry) else x
 
 
 def column(batch: Any, name: str) -> Any:
-    """Return "inputs" or "labels" of a causal language model's batch.
-
-    Raises:
-      ConfigError: it has no such column, as a batch for `transformers`.
-    """
+    """Return "inputs" or "labels" of a causal language model's batch, which one for `transformers` may lack."""
     if isinstance(batch, Mapping) and name in batch:
         return batch[name]
     there = f"has {some_of(batch)}" if isinstance(batch, Mapping) else f"is {type(batch).__name__}"
@@ -247,14 +228,9 @@ def column(batch: Any, name: str) -> Any:
 
 
 def check_tokens(batch: Any, vocab_size: int) -> None:
-    """Check that integer inputs and labels are tokens of the vocabulary; the loss ignores negative labels.
+    """Refuse integer inputs and labels outside the vocabulary, of which JAX reads another row of an embedding.
 
-    JAX reads another row for a token outside of an embedding, without an error.
-
-    Raises:
-      ConfigError: names the array, the token and the vocabulary.
-
-    >>> check_tokens({"inputs": np.array([[0, 3]]), "labels": np.array([[3, -100]])}, vocab_size=4)
+    The loss ignores negative labels.
     """
     for name in ("inputs", "labels") if isinstance(batch, Mapping) else ():  # the model names what it reads
         tokens = np.asarray(batch.get(name, ()))
@@ -303,11 +279,7 @@ class EncoderConfig:
 
     @classmethod
     def read(cls, download: Download, **changes: Any) -> Self:
-        """Read the shape from a config.json of `transformers`.
-
-        Raises:
-          ConfigError: keys are missing or have other values; all problems at once.
-        """
+        """Read the shape from a config.json of `transformers`. A ConfigError lists missing keys and other values."""
         check_fields(cls, changes)
         there = {"layer_norm_eps": 1e-12, **cls.row.absent}  # transformers' defaults
         there |= {key: value for key, value in download.config.items() if value is not None}
@@ -319,7 +291,6 @@ class EncoderConfig:
 
     @property
     def block(self) -> EncoderBlockConfig:
-        """The config of the blocks."""
         return EncoderBlockConfig(
             self.num_layers, self.d_model, self.num_heads, self.num_heads, self.d_ff, norm_eps=self.norm_eps,
             attention=self.attention, row_length=self.row_length, owner=type(self), **self.row.fixed,

@@ -114,7 +114,6 @@ class ViT(Encoder):
         return jnp.concatenate(inputs, 2) @ jnp.concatenate([kernel_PD, jnp.pad(table_SD, ((0, -S % 8), (0, 0)))])
 
     def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
-        """Return the images' mean cross-entropy."""
         labels_B = batch["labels"]
         losses_B = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x_BSD), jnp.maximum(labels_B, 0))
         return Mean(jnp.sum(losses_B, where=labels_B >= 0), (labels_B >= 0).sum())
@@ -128,7 +127,6 @@ class ViT(Encoder):
         return self.outputs(self.through(self.prefix({"images": images})))
 
     def weights_layout(self) -> dict[str, Any]:
-        """Describe the parameters in `ViTForImageClassification`."""
         c, table, name = self.config, super().weights_layout(), "vit.embeddings.patch_embeddings.projection.weight"
         kept = table["download"]["config"] if c.download else {}
         for key in ("id2label", "label2id") if len(kept.get("id2label") or ()) != c.num_classes else ():
