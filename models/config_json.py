@@ -46,23 +46,24 @@ MAY_DIFFER = (
     FUTURE,  # files may have more of these layers than the model
 )  # fmt: skip
 EXPERTS_SIZES = ("mixture.num_experts", "mixture.top_k", "mixture.width")
-COUNTS = (*SIZES, "num_kv_heads", "max_positions", *LATENT, *EXPERTS_SIZES)
-NEEDED = (*SIZES, "max_positions", *EXPERTS_SIZES, "mixture.shared")
+ENCODER_SIZES = ("num_types", "num_classes", "image_size", "patch_size", "num_channels")
+COUNTS = (*SIZES, "num_kv_heads", "max_positions", *LATENT, *EXPERTS_SIZES, *ENCODER_SIZES)
+NEEDED = (*SIZES, "max_positions", *EXPERTS_SIZES, "mixture.shared", *ENCODER_SIZES)
 ANEW = {*OWN, FUTURE, "no_rope_layers"}  # what depends on num_layers is always written
 NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is not their default
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
 
 
-def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
-    """Read the shape of a decoder from a config.json of `transformers`, versions 4 and 5.
+def decoder_config(download: Download, kind: type[DecoderConfig] = DecoderConfig, **changes: Any) -> Any:
+    """Read the shape of a decoder or encoder from a config.json of `transformers`, versions 4 and 5.
 
-    A ConfigError lists all that the decoder lacks.
+    A ConfigError lists all that jzero's models lack.
 
     >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
     True
     """
-    check_fields(DecoderConfig, changes)
+    check_fields(kind, changes)
     name, family = download.config["model_type"], FAMILIES[download.config["model_type"]]
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
     there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
@@ -74,6 +75,8 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
         del there["quantization_config"]  # `load_weights` reads both
     if name == "gpt2" and "n_embd" in there:
         there.setdefault("n_inner", 4 * there["n_embd"])
+    if name == "vit":
+        there.setdefault("num_labels", len(there.get("id2label") or range(2)))  # transformers makes two
     keys = family.all_keys
     if EXPERTS in there and "mixture.num_experts" in keys:
         there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
@@ -109,9 +112,10 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     if scale == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
     found = {**patterns_of(there), **found, "family": name, "download": download}
-    if not found.get("max_positions"):
+    if kind.causal and not found.get("max_positions"):
         found |= rope_of(there, found["global_layers"] is not None)
-    return DecoderConfig(**{**{key: x for key, x in found.items() if x is not None}, **changes})
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    return kind(**{**{key: x for key, x in found.items() if key in fields and x is not None}, **changes})
 
 
 def _read(there: Mapping[str, Any], key: Any) -> Any:
@@ -160,7 +164,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "ignored": ["*.rotary_emb.inv_freq", *family.ignored, *left_out],
         "tensors": rows,
     }
-    table |= {"download": c.download.table(c.vocab_size)} if c.download else {}
+    table |= {"download": c.download.table(c.vocab_size or None)} if c.download else {}
     return table | ({"adapters": adapters_table(c.lora, rows)} if c.lora else {}), notes
 
 
@@ -200,7 +204,7 @@ def config_json(config: DecoderConfig, family: Family) -> tuple[dict[str, Any], 
 
 def _differences(config: DecoderConfig, content: Mapping[str, Any]) -> list[str]:
     """List the fields that are others in a config.json, but for those that files do not have."""
-    here, there = _fields(config), _fields(decoder_config(Download(content)))
+    here, there = _fields(config), _fields(decoder_config(Download(content), type(config)))
     return [f"{key}={x!r}" for key, x in here.items() if key not in OURS and x != there.get(key)]
 
 
@@ -227,6 +231,8 @@ def _parts(c: DecoderConfig, family: Family, there: Mapping[str, Any]) -> Iterat
         yield {"hidden_activation": _written(c, "activation", keys["activation"][1])}
     if FUTURE in family.absent:
         yield {FUTURE: c.future_layers}
+    if not c.causal:
+        return
     if not c.download:
         yield {"bos_token_id": None, "eos_token_id": None}
     if c.max_positions:

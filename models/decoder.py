@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.attention_kernels import Attend, kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
@@ -30,7 +29,7 @@ from .decoder_config import DecoderConfig
 from .moe import METRICS
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import Block, LayerGroup, Transformer, check_tokens, column, plain, stacked, times
+from .transformer import Block, LayerGroup, Transformer, column, plain, stacked, times
 
 
 class Decoder(Transformer):
@@ -156,19 +155,6 @@ class Decoder(Transformer):
     def decode_suffix(self, x: Decoding) -> jax.Array:
         """Compute the logits [B, vocab_size] of each row's last token."""
         return self.outputs(x.x_BSD[:, -1:])[:, 0]
-
-    def check_batch(self, batch: dict[str, Any]) -> None:
-        check_tokens(batch, self.config.vocab_size)
-
-    def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        c, (_, names) = self.config, weights_table(self.config)
-        choice: Attend = "xla" if c.sinks else c.attention
-        note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=c.window is None and not c.latent)
-        return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
-
-    def weights_layout(self) -> dict[str, Any] | None:
-        """Describe the parameters in `transformers`, see `jzero.weights.name_map`; None if no class there has them."""
-        return weights_table(self.config)[0]
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism: for evaluation and generation."""

@@ -136,14 +136,13 @@ class DecoderConfig:
 
     causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ
     row_length: ClassVar[int | None] = None  # rows are padded after as many positions; None: they are not
-    owner: ClassVar[type | None] = None  # the class that errors name; None: this one
 
     def __post_init__(self):
         dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
         object.__setattr__(self, "dense_layers", dense)  # num_layers may have become smaller
         for is_wrong, problem in self._checks():
             if is_wrong:
-                raise ConfigError(f"{(self.owner or type(self)).__name__}: {problem}")
+                raise ConfigError(f"{type(self).__name__}: {problem}")
 
     def _checks(self) -> Iterator[tuple[Any, str]]:
         """Yield what does not go together, each as (whether the fields have it, the problem and its fix)."""
@@ -170,6 +169,9 @@ class DecoderConfig:
             alone = [name for name in ("down_proj", "gate_proj", "up_proj") if c.lora and name in c.lora.target_modules]
             yield alone, f"lora.target_modules has {', '.join(alone)}: experts have no adapters; leave them out"
             yield c.mlp_tiles > 1, f"mlp_tiles = {c.mlp_tiles}: experts balance over whole sequences; set it to 1"
+        defaults = {f.name: f.default for f in dataclasses.fields(c) if f.name in DECODERS}
+        other = [] if c.causal else [name for name, value in defaults.items() if getattr(c, name) != value]
+        yield other, f"encoders have no choice of {', '.join(other)}; leave them out"
         if c.attention == "cudnn":
             why = cudnn_obstacle(jnp.dtype("bfloat16"), c.head_dim, 256, c.attention_softcap)
             why = "cuDNN has no sinks" if c.sinks else why
@@ -238,10 +240,10 @@ class DecoderConfig:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters without adapters, by the names of their leaves."""
-        from .decoder import Decoder  # which imports this module
+        from .named import module_of  # which imports this module
 
         plain = dataclasses.replace(self, lora=None)
-        return nnx.eval_shape(lambda: Decoder(plain, rngs=nnx.Rngs(0))).shapes
+        return nnx.eval_shape(lambda: module_of(plain)(plain, rngs=nnx.Rngs(0))).shapes
 
     @property
     def num_parameters(self) -> int:  # without adapters
@@ -254,7 +256,7 @@ class DecoderConfig:
         keys that a token sees, on average, for attention's two products.
         """
         share = self.mixture.top_k / self.mixture.num_experts if self.mixture else 1
-        lookups = {"ends/positions"} if self.tied else {"ends/positions", "ends/embed"}
+        lookups = {"ends/positions", "ends/types", *(() if self.tied else ("ends/embed",))}
         used = self.future_layers * self.d_model * self.vocab_rows + sum(
             prod(shape) * (share if OF_EXPERTS.search(name) else 1)
             for name, shape in self.shapes.items()
@@ -265,6 +267,12 @@ class DecoderConfig:
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))
         chunks, rest = divmod(sequence, window)
         near = (chunks * window**2 + rest**2) / 2 if self.chunked else window * sequence - window**2 / 2
-        keys = wide * sequence / 2 + (self.num_layers - wide) * near / sequence
+        keys = wide * sequence / (1 + self.causal) + (self.num_layers - wide) * near / sequence
         widths = self.head_dim + (self.latent.value if self.latent else self.head_dim)
         return 6.0 * used + 6.0 * self.num_heads * widths * keys
+
+
+# The fields that an encoder's class decides.
+DECODERS = {field.name for field in dataclasses.fields(DecoderConfig) if field.kw_only} - {
+    "norm_eps", "attention", "pad_vocab_to", "max_positions", "download",
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Families of decoders in the `transformers` library: one row for each.
+"""Families of models in the `transformers` library: one row for each.
 
 A row names what differs from Llama: the fields that a family always has, the keys of config.json that decide others,
 the values of keys that config.json may lack, and the names of the weights.
@@ -47,7 +47,7 @@ class Family:
 
     architecture: str
     fixed: dict[str, Any] = field(default_factory=dict)  # the fields that it always has
-    keys: Keys = field(default_factory=dict)  # of config.json, for fields that it may have
+    keys: Keys = field(default_factory=dict)  # of config.json, for fields that it may have; None: it has not
     absent: dict[str, Any] = field(default_factory=dict)  # the values of keys that config.json lacks
     names: dict[str, str] = field(default_factory=dict)  # of the weights, see tensor_names.py
     aliases: dict[str, str] = field(default_factory=dict)  # as `ignored`: see jzero.weights.name_map
@@ -57,7 +57,7 @@ class Family:
 
     @property
     def all_keys(self) -> Keys:
-        return {**KEYS, **self.keys}
+        return {field: key for field, key in {**KEYS, **self.keys}.items() if key}
 
 
 BIAS: Keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
@@ -90,6 +90,43 @@ DEEPSEEK_ABSENT = {
 DEEPSEEK_NAMES = {"shared": "mlp.shared_experts"}
 QWEN_MOE = {**SLIDING, "norm_topk_prob": False}
 FAMILIES = {
+    "bert": Family(
+        "BertForMaskedLM", {**GPT_BLOCKS, "norms": "sum", "activation": "gelu"},
+        {**EPS, "num_kv_heads": "num_attention_heads", "max_positions": "max_position_embeddings",
+         "num_types": "type_vocab_size"},
+        {"type_vocab_size": 2, "layer_norm_eps": 1e-12},
+        {
+            "embed": "bert.embeddings.word_embeddings", "ends/embed_norm": "bert.embeddings.LayerNorm",
+            "ends/positions": "bert.embeddings.position_embeddings.weight",
+            "ends/types": "bert.embeddings.token_type_embeddings.weight",
+            "layer": "bert.encoder.layer.{layer}.", "qkv": "attention.self.{part}", "parts": "query key value",
+            "attention/out": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
+            "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "output.LayerNorm",
+            "ends/head": "cls.predictions.transform.dense", "ends/head_norm": "cls.predictions.transform.LayerNorm",
+            "head_bias": "cls.predictions.bias",
+        },
+        {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
+        ("bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.*", "bert.embeddings.position_ids"),
+        {
+            "hidden_act": "gelu", **TIED, "is_decoder": False, "add_cross_attention": False,
+            "position_embedding_type": "absolute",
+        },
+    ),
+    "vit": Family(
+        "ViTForImageClassification", {**GPT_BLOCKS, "activation": "gelu"},
+        {**EPS, "num_kv_heads": "num_attention_heads", "tied": None, "vocab_size": None, "num_classes": "num_labels",
+         "image_size": "image_size", "patch_size": "patch_size", "num_channels": "num_channels"},
+        {"layer_norm_eps": 1e-12},
+        {
+            "ends/class_token": "vit.embeddings.cls_token", "ends/positions": "vit.embeddings.position_embeddings",
+            "ends/patches/bias": "vit.embeddings.patch_embeddings.projection.bias",
+            "layer": "vit.encoder.layer.{layer}.", "qkv": "attention.attention.{part}", "parts": "query key value",
+            "attention/out": "attention.output.dense", "attention_norm": "layernorm_before",
+            "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "layernorm_after",
+            "ends/norm": "vit.layernorm", "ends/head": "classifier",
+        },
+        needs={"hidden_act": "gelu", "qkv_bias": True},
+    ),
     "llama": Family("LlamaForCausalLM", {}, {**BIAS, **MLP_BIAS}),
     "llama4_text": Family(
         "Llama4ForCausalLM",

@@ -36,7 +36,7 @@ from .rope import RopeScaling
 from .tensor_names import linear_modules, tensor_rows
 from .vit import ViT, ViTConfig
 
-READERS = {"bert": BertConfig.read, "vit": ViTConfig.read, **dict.fromkeys(FAMILIES, decoder_config)}
+ENCODERS: dict[str, type[DecoderConfig]] = {"bert": BertConfig, "vit": ViTConfig}
 LACKING = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "an encoder of images, and rotary positions in three dimensions"),
     "whisper": "an encoder of audio, and attention to its output",
@@ -107,9 +107,9 @@ def config_from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any
     name = download.config.get("model_type")
     if name in LACKING:
         raise ConfigError(f"config.json has model_type = {name!r}: jzero's models lack {LACKING[name]}")
-    if name not in READERS:
-        raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*READERS, *TEXT])}")
-    return READERS[name](download, **changes)
+    if name not in FAMILIES:
+        raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*FAMILIES, *TEXT])}")
+    return decoder_config(download, ENCODERS.get(name, DecoderConfig), **changes)
 
 
 def module_of(config: Any) -> type:

@@ -52,7 +52,10 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     for depth in range(c.future_layers):  # in files, these layers follow the others
         at = f"model.layers.{c.num_layers + depth}."
         names |= {f"ends/future/{depth}/{leaf}": at + name for leaf, name in FUTURE.items()}
-    rows += end_rows(names, shapes)
+    rows += [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
+    rows += [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
+    if "head_bias" in names:
+        rows += padded_rows(names["head_bias"], "ends/head_bias", c.vocab_size, shapes)
     if not c.tied:
         rows += padded_rows(f"{names['head']}.weight", "ends/head/kernel", c.vocab_size, shapes, axis=1)
     if lacking := [name for name in (c.lora.target_modules if c.lora else ()) if name not in linear_modules(rows)]:
@@ -66,15 +69,15 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
 
 def padded_rows(name: str, leaf: str, size: int, shapes: Shapes, axis: int = 0) -> list[Row]:
     """Describe a table whose entries after `size` along an axis are padding; matrices [in, out] are transposed."""
+    if leaf not in shapes:
+        return []
     whole = shapes[leaf][axis]
     rows: list[Row] = [{"name": name, "leaf": leaf, "slices": [[axis, 0, size]], "transposed": axis == 1}]
     return [*rows, *([{"name": None, "leaf": leaf, "slices": [[axis, size, whole]]}] if whole > size else [])]
 
 
-def layer_rows(
-    config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, path: str = "stack", numbers: range = range(0)
-) -> list[Row]:
-    """List the rows of the layers at a path, which have these `numbers` in files; the default is all from 0 on."""
+def layer_rows(config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, path: str, numbers: range) -> list[Row]:
+    """List the rows of the layers at a path, which have these `numbers` in files."""
     c, stacked, names = config, path.startswith("stack"), {**NAMES, **(LATENT if config.latent else {}), **names}
     own = {leaf.removeprefix(f"{path}/"): x[stacked:] for leaf, x in shapes.items() if leaf.startswith(f"{path}/")}
     if c.latent:
@@ -94,12 +97,6 @@ def layer_rows(
     at = names["layer"] if stacked else names["layer"].replace("{layer}", str(numbers[0]))
     more = {"layers": [numbers.start, numbers.step]} if stacked and (numbers.start, numbers.step) != (0, 1) else {}
     return [{**row, "name": at + row["name"], "leaf": f"{path}/{row['leaf']}", **more} for row in rows]
-
-
-def end_rows(names: Mapping[str, str], shapes: Shapes) -> list[Row]:
-    """List the rows of the parameters and modules besides the layers, whose leaves are keys of `names`."""
-    alone = [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
-    return alone + [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
 
 
 def _as_in_conv1d(row: Row) -> Row:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,11 @@ from jzero.errors import ConfigError, some_of
 from jzero.tiling import tiled
 
 from .attention import Attention, Cache, Carry, Decoding, Hidden, LatentAttention, initial, linear_of
-from .decoder_config import DecoderConfig, check_fields
-from .downloads import ADVICE, Download, config_problems
-from .families import EPS, SIZES, Family
+from .config_json import weights_table
+from .decoder_config import DecoderConfig
 from .lora import FusedLinear
 from .moe import Mixture
 from .norms import make_norm
-from .tensor_names import end_rows, layer_rows, padded_rows
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -144,13 +141,9 @@ def times(x: jax.Array, scale: float) -> jax.Array:
 class Transformer(nnx.Module):
     """A module with a stack of blocks."""
 
-    config: Any  # of the model; an encoder's has that of its blocks as `block`
+    config: Any  # a DecoderConfig
     vocabulary: Any = MappingProxyType[str, int]({})  # parameter -> the dimension that a pipeline divides
     stack: nnx.Module
-
-    @property
-    def block(self) -> DecoderConfig:
-        return getattr(self.config, "block", self.config)
 
     def through(self, x: Hidden) -> jax.Array:
         """Run all layers, without remat or parallelism; return x_BSD."""
@@ -158,13 +151,28 @@ class Transformer(nnx.Module):
         x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
         return plain(x)
 
+    def check_batch(self, batch: Any) -> None:
+        if self.vocabulary:
+            check_tokens(batch, self.config.vocab_size)
+
+    def report_notes(self, dtype: jnp.dtype) -> list[str]:
+        c, (_, names) = self.config, weights_table(self.config)
+        choice: Attend = "xla" if c.sinks else c.attention
+        causal = c.causal and c.window is None and not c.latent
+        note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=causal)
+        return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
+
+    def weights_layout(self) -> dict[str, Any] | None:
+        """Describe the parameters in `transformers`, see `jzero.weights.name_map`; None if no class there has them."""
+        return weights_table(self.config)[0]
+
     @property
     def divided(self) -> dict[str, dict[str, int]]:
         """{mesh axis: {regular expression: the dimension that it divides}}: heads, feed-forward width, vocabulary.
 
         Key-value heads are divided together with their queries, gate together with up.
         """
-        c, heads = self.block, int(self.block.by_part)  # heads: their dimension among those of the outputs
+        c, heads = self.config, int(self.config.by_part)  # heads: their dimension among those of the outputs
         table = {
             "qkv/kernel": heads + 1, "qkv/bias": heads, "attention/(q|kv)_up/kernel": 1, "attention/out/kernel": 0,
             "attention/sinks": 0, "mlp/gate_up$": 3, "mlp/gate_up_bias": 2, "mlp/down$": 1, "mlp/shared_gate_up": 2,
@@ -189,7 +197,7 @@ class Transformer(nnx.Module):
     @property
     def fused_matrices(self) -> dict[str, tuple]:
         """The cuts of the parameters that contain several matrices, see `jzero.model`."""
-        c, m = self.block, self.block.latent
+        c, m = self.config, self.config.latent
         cuts: dict[str, tuple] = {
             "attention/qkv/kernel": (1, (1, 1, 1)) if c.by_part else (2, (c.num_groups, 1, 1)),
             "mlp/gate_up": (2, (1, 1), 1),
@@ -242,81 +250,3 @@ def check_tokens(batch: Any, vocab_size: int) -> None:
                 f"batch leaf {name!r} has token {outside[0]}, but the model's vocabulary is 0 to {vocab_size - 1}: use "
                 f"the model's own tokenizer, or make the model with vocab_size = len(tokenizer) (now {vocab_size})"
             )
-
-
-# ------------------------------------------------------------------------------------------- encoders
-
-# A field -> the key of config.json.
-KEYS = {field: key for field, key in {**SIZES, **EPS}.items() if field != "vocab_size"}
-
-
-@dataclass(frozen=True)
-class EncoderBlockConfig(DecoderConfig):
-    """The config of a block whose tokens see all others, or the first `row_length` ones."""
-
-    causal = False
-    row_length: int | None = None  # type: ignore[misc]
-    owner: type | None = None  # type: ignore[misc]
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """The shape of an encoder, and the `download` it comes from; a subclass has the `row` of its family."""
-
-    num_layers: int
-    d_model: int
-    num_heads: int
-    d_ff: int
-    norm_eps: float = 1e-12
-    attention: Attend = "auto"
-    download: Download | None = field(default=None, compare=False, repr=False, kw_only=True)
-
-    row: ClassVar[Family]
-    row_length: ClassVar[int | None] = None
-
-    def __post_init__(self):
-        _ = self.block  # its config checks this one
-
-    @classmethod
-    def read(cls, download: Download, **changes: Any) -> Self:
-        """Read the shape from a config.json of `transformers`. A ConfigError lists missing keys and other values."""
-        check_fields(cls, changes)
-        there = {"layer_norm_eps": 1e-12, **cls.row.absent}  # transformers' defaults
-        there |= {key: value for key, value in download.config.items() if value is not None}
-        keys = {field: key for field, key in {**KEYS, **cls.row.keys}.items() if field not in changes}
-        counts = [key for field, key in keys.items() if field != "norm_eps"]
-        if problems := config_problems(there, keys.values(), counts, cls.row.needs):
-            raise ConfigError(*problems)
-        return cls(**{**{field: there[key] for field, key in keys.items()}, "download": download, **changes})
-
-    @property
-    def block(self) -> EncoderBlockConfig:
-        return EncoderBlockConfig(
-            self.num_layers, self.d_model, self.num_heads, self.num_heads, self.d_ff, norm_eps=self.norm_eps,
-            attention=self.attention, row_length=self.row_length, owner=type(self), **self.row.fixed,
-        )  # fmt: skip
-
-
-class Encoder(Transformer):
-    """The base of encoders."""
-
-    def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        return [kernel_note(self.config.attention, dtype, self.block.head_dim)]
-
-    def weights_layout(self) -> dict[str, Any]:
-        """Describe the parameters in `transformers`, see `jzero.weights.name_map`."""
-        c, row, shapes = self.config, self.config.row, self.shapes
-        sizes = {key: getattr(c, field) for field, key in {**KEYS, **row.keys}.items()}
-        rows = [*end_rows(row.names, shapes), *layer_rows(c.block, row.names, shapes)]
-        for leaf in self.vocabulary:
-            rows += padded_rows(row.names[leaf], f"ends/{leaf}", c.vocab_size, shapes)
-        return {
-            "config": {"architectures": [row.architecture], **sizes, **row.needs},
-            "download": c.download and c.download.table(getattr(c, "vocab_size", None)),
-            "may_differ": ["architectures"], "advice": ADVICE, "aliases": row.aliases, "ignored": row.ignored,
-            "tensors": rows,
-        }  # fmt: skip
-
-
-def linear(d_in: int, d_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)

@@ -5,8 +5,8 @@ Shape suffixes: B batch, S patches and the class token, made even, D model width
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,53 +16,37 @@ from flax import nnx
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
-from .decoder_config import GPT_BLOCKS
-from .downloads import Download
-from .families import Family
+from .attention import linear_of
+from .gpt2 import GPT2Config
 from .norms import make_norm
-from .transformer import Encoder, EncoderConfig, linear, stacked
-
-ROW = Family(
-    "ViTForImageClassification", {**GPT_BLOCKS, "activation": "gelu"},
-    keys={"num_classes": "num_labels"} | {key: key for key in ("image_size", "patch_size", "num_channels")},
-    needs={"model_type": "vit", "hidden_act": "gelu", "qkv_bias": True},
-    names={
-        "ends/class_token": "vit.embeddings.cls_token", "ends/positions": "vit.embeddings.position_embeddings",
-        "ends/patches/bias": "vit.embeddings.patch_embeddings.projection.bias",
-        "layer": "vit.encoder.layer.{layer}.", "qkv": "attention.attention.{part}", "parts": "query key value",
-        "attention/out": "attention.output.dense", "attention_norm": "layernorm_before",
-        "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "layernorm_after",
-        "ends/norm": "vit.layernorm", "ends/head": "classifier",
-    },
-)  # fmt: skip
+from .transformer import Transformer, stacked
 
 
-@dataclass(frozen=True)
-class ViTConfig(EncoderConfig):
-    """The shape of a ViT for square images.
+@dataclass(frozen=True, repr=False)
+class ViTConfig(GPT2Config):
+    """The shape of a ViT for square images, with GPT-2's blocks without their mask.
 
     >>> ViTConfig(12, 768, 12, 3072).num_patches
     196
     """
 
+    vocab_size: int = field(default=0, init=False, repr=False)
+    _: KW_ONLY
+    family: str = "vit"
+    norm_eps: float = 1e-12
+    max_positions: int | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
     num_classes: int = 1000
     image_size: int = 224
     patch_size: int = 16
     num_channels: int = 3
 
-    row = ROW
+    causal = False
 
     def __post_init__(self):
         super().__post_init__()
         if self.image_size % self.patch_size:
             raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
-
-    @classmethod
-    def read(cls, download: Download, **changes: Any) -> ViTConfig:
-        there = download.config
-        if there.get("num_labels") is None:
-            changes = {"num_classes": len(there.get("id2label") or range(2)), **changes}  # transformers makes two
-        return super().read(download, **changes)
 
     @property
     def num_patches(self) -> int:
@@ -74,7 +58,7 @@ class ViTConfig(EncoderConfig):
         return None if self.num_patches % 2 else self.num_patches + 1
 
 
-class ViT(Encoder):
+class ViT(Transformer):
     """The model as prefix, stack and suffix.
 
     A batch is {"images": [B, height, width, channels], "labels": [B] int32}; images are floats, as transformers' image
@@ -83,12 +67,12 @@ class ViT(Encoder):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = c = config
-        self.patches = linear(c.num_channels * c.patch_size**2, c.d_model, rngs)
+        self.patches = linear_of(c, c.num_channels * c.patch_size**2, c.d_model, "patches", rngs, bias=True)
         self.class_token = nnx.Param(jnp.zeros((1, 1, c.d_model)))
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, c.num_patches + 1, c.d_model)))
-        self.stack = stacked([c.block], c.num_layers, rngs)
-        self.norm = make_norm(c.block, rngs)
-        self.head = linear(c.d_model, c.num_classes, rngs)
+        self.stack = stacked([c], c.num_layers, rngs)
+        self.norm = make_norm(c, rngs)
+        self.head = linear_of(c, c.d_model, c.num_classes, "head", rngs, bias=True)
 
     def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
         c, images = self.config, batch["images"]
@@ -128,6 +112,7 @@ class ViT(Encoder):
 
     def weights_layout(self) -> dict[str, Any]:
         c, table, name = self.config, super().weights_layout(), "vit.embeddings.patch_embeddings.projection.weight"
+        assert table is not None  # its class has all that a ViTConfig can have
         kept = table["download"]["config"] if c.download else {}
         for key in ("id2label", "label2id") if len(kept.get("id2label") or ()) != c.num_classes else ():
             kept.pop(key, None)  # they are of other classes
