@@ -4,8 +4,8 @@ Shape suffixes:
 
     B  batch                 H  query heads                C  width of a head
     S  queries               K  key-value heads, K <= H    G  query heads per key-value head, H / K
-    T  keys                  D  model width                1  a broadcast axis
-    L  a latent's width      R  the rotated dimensions
+    T  keys                  D  model width                F  feed-forward width
+    L  a latent's width      R  the rotated dimensions     1  a broadcast axis
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPSILON = 1e-6  # of the norms of latents, whatever those of the layers have
 
 
 class Carry(NamedTuple):
-    """What blocks pass on if it is more than x_BSD."""
+    """What blocks pass on."""
 
     x_BSD: jax.Array
     segments_BS: jax.Array | None = None  # of packed documents
@@ -46,22 +46,19 @@ class Carry(NamedTuple):
         return alone_1S if self.segments_BS is None else segment_positions(self.segments_BS)
 
 
-Hidden = jax.Array | Carry
-
-
 class KVCache(NamedTuple):
     """A layer's keys and values of all columns: of the prompt, and of the tokens that are still to come."""
 
     k_BTKC: jax.Array
     v_BTKC: jax.Array
 
-    def put(self, k_BSKC: jax.Array, v_BSKC: jax.Array, column: int | jax.Array) -> KVCache:
-        """Write keys and values into the columns from `column` on."""
-        pairs = zip(self, (k_BSKC, v_BSKC), strict=True)
-        return KVCache(*(lax.dynamic_update_slice_in_dim(t, x.astype(t.dtype), column, 1) for t, x in pairs))
-
 
 Cache = Any  # a layer's: a KVCache, or the latents of latent attention [B, T, L + R], rotated keys behind them
+
+
+def put(cache: Cache, new: Cache, column: int | jax.Array) -> Cache:
+    """Write those of new tokens into the columns from `column` on."""
+    return jax.tree.map(lambda t, x: lax.dynamic_update_slice_in_dim(t, x.astype(t.dtype), column, 1), cache, new)
 
 
 class Decoding(NamedTuple):
@@ -110,28 +107,17 @@ def attend(
     q_BSHC: jax.Array,
     k_BTKC: jax.Array,
     v_BTKC: jax.Array,
-    mask_B1ST: jax.Array | None = None,
+    mask_B1ST: jax.Array | None = None,  # the keys that a query sees; default: all. B or S may be 1
     *,
     choice: Attend = "auto",
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_KG: jax.Array | None = None,
-    length: int | None = None,
+    causal: bool = False,  # query i sees only the keys 0 to i; with keys of earlier calls (S < T), pass a mask instead
+    window: int | None = None,  # causal query i sees only the keys after i - window
+    scale: float | None = None,  # of the scores; default: C ** -0.5
+    softcap: float | None = None,  # bounds the scores: softcap * tanh(score / softcap)
+    sinks_KG: jax.Array | None = None,  # one more score of each head, of no key (Xiao et al., arXiv:2309.17453)
+    length: int | None = None,  # all rows are padded after so many positions
 ) -> jax.Array:
-    """Compute grouped-query attention [B, S, H, C]. With a soft cap or sinks it runs on XLA's kernel, on GPUs too.
-
-    Args:
-      mask_B1ST: the keys that a query sees; default: all. B or S may be 1.
-      causal: query i sees only the keys 0 to i. With keys of earlier calls (S < T), pass a mask instead.
-      window: causal query i sees only the keys after i - window.
-      scale: of the scores; default: C ** -0.5.
-      softcap: bounds the scores: softcap * tanh(score / softcap).
-      sinks_KG: one more score of each head, of no key: the weights of the keys add to less than 1 (Xiao et al.,
-        arXiv:2309.17453; GPT-OSS).
-      length: all rows are padded after as many positions.
-    """
+    """Compute grouped-query attention [B, S, H, C]. With a soft cap or sinks it runs on XLA's kernel, on GPUs too."""
     if softcap is not None or sinks_KG is not None:
         S, T = q_BSHC.shape[1], k_BTKC.shape[1]
         visible_B1ST = visible_ST(S, T, window)[None, None] if causal else jnp.ones((1, 1, S, T), bool)
@@ -203,7 +189,7 @@ class Attention(nnx.Module):
         """Attend within a prompt, or from one token to all before it; return (y_BSD, the cache with their keys)."""
         T, c = cache.k_BTKC.shape[1], self.config
         q_BSHC, k_BSKC, v_BSKC = self.heads(x, T)
-        cache = cache.put(k_BSKC, v_BSKC, x.column)
+        cache = put(cache, KVCache(k_BSKC, v_BSKC), x.column)
         if x.x_BSD.shape[1] > 1:
             return self.within(x, q_BSHC, k_BSKC, v_BSKC), cache
         mask_B11T = x.visible_B11T(T, **{"chunk" if c.chunked else "window": c.window})
@@ -302,7 +288,7 @@ class LatentAttention(nnx.Module):
     def decode(self, x: Decoding, cache_BTL: jax.Array) -> tuple[jax.Array, jax.Array]:
         T = cache_BTL.shape[1]
         q_BSHC, new_BSL = self.compressed(x, T)
-        cache_BTL = lax.dynamic_update_slice_in_dim(cache_BTL, new_BSL.astype(cache_BTL.dtype), x.column, 1)
+        cache_BTL = put(cache_BTL, new_BSL, x.column)
         if x.x_BSD.shape[1] > 1:
             return self.within(q_BSHC, new_BSL, x.segments_BS), cache_BTL
         m = self.latent

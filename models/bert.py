@@ -5,9 +5,6 @@ Shape suffixes: B batch, S sequence, D model width, V vocabulary, padded.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,27 +12,11 @@ from flax import nnx
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Carry, Hidden, linear_of
-from .gpt2 import GPT2Config
+from .attention import Carry, linear_of
+from .decoder_config import BertConfig
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import Transformer, gelu, plain, stacked
-
-
-@dataclass(frozen=True, repr=False)
-class BertConfig(GPT2Config):
-    """The shape of a BERT: GPT-2's blocks without their mask, with norms of the sums."""
-
-    vocab_size: int = 30522
-    _: KW_ONLY
-    family: str = "bert"
-    norm_eps: float = 1e-12
-    max_positions: int | None = 512
-    norms: Literal["before", "after", "both", "sum"] = "sum"
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
-    num_types: int = 2
-
-    causal = False
+from .transformer import Transformer, gelu, stacked
 
 
 class Bert(Transformer):
@@ -58,16 +39,16 @@ class Bert(Transformer):
         self.head_norm = make_norm(c, rngs)
         self.head_bias = nnx.Param(jnp.zeros(c.vocab_rows))
 
-    def prefix(self, batch: dict[str, jax.Array]) -> Hidden:
+    def prefix(self, batch: dict[str, jax.Array]) -> Carry:
         tokens_BS, segments_BS = batch["inputs"], batch.get("segments")
         where = learned_positions(tokens_BS.shape[1], self.config.max_positions, segments_BS)
         x_BSD = vocab_parallel.embed(self.embed[...], tokens_BS) + self.positions[...][where]
         x_BSD = self.embed_norm(x_BSD + self.types[...][batch.get("types", 0)])
-        return x_BSD if segments_BS is None else Carry(x_BSD, segments_BS)
+        return Carry(x_BSD, segments_BS)
 
-    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean:
+    def suffix(self, x: Carry, batch: dict[str, jax.Array]) -> Mean:
         return vocab_parallel.cross_entropy(
-            self.features(plain(x)), self.embed[...].T, batch["labels"], bias_V=self.head_bias[...],
+            self.features(x.x_BSD), self.embed[...].T, batch["labels"], bias_V=self.head_bias[...],
             vocab_size=self.config.vocab_size,
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is no
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
 
 
-def decoder_config(download: Download, kind: type[DecoderConfig] = DecoderConfig, **changes: Any) -> Any:
+def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     """Read the shape of a decoder or encoder from a config.json of `transformers`, versions 4 and 5.
 
     A ConfigError lists all that jzero's models lack.
@@ -63,8 +63,9 @@ def decoder_config(download: Download, kind: type[DecoderConfig] = DecoderConfig
     >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
     True
     """
-    check_fields(kind, changes)
     name, family = download.config["model_type"], FAMILIES[download.config["model_type"]]
+    kind = family.kind
+    check_fields(kind, changes)
     there = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.absent}  # transformers' defaults
     there |= {key: value for key, value in download.config.items() if value is not None or key in NULLS}
     if download.config.get("rope_parameters"):  # of transformers 5, in the place of a family's rope_scaling
@@ -87,7 +88,7 @@ def decoder_config(download: Download, kind: type[DecoderConfig] = DecoderConfig
     lacking += [f"{kind!r} in layer_types" for kind in sorted(kinds)]
     problems += [f"config.json has {what}: models/decoder.py does not have it" for what in lacking]
     activation, kept = keys["activation"]
-    allowed = [key for key, kind in kept.items() if "activation" not in family.fixed or kind.startswith("gelu")]
+    allowed = [key for key, x in kept.items() if "activation" not in family.fixed or x.startswith("gelu")]
     for key in (activation, "hidden_activation"):
         if there.get(key, allowed[0]) not in allowed:
             problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
@@ -204,7 +205,7 @@ def config_json(config: DecoderConfig, family: Family) -> tuple[dict[str, Any], 
 
 def _differences(config: DecoderConfig, content: Mapping[str, Any]) -> list[str]:
     """List the fields that are others in a config.json, but for those that files do not have."""
-    here, there = _fields(config), _fields(decoder_config(Download(content), type(config)))
+    here, there = _fields(config), _fields(decoder_config(Download(content)))
     return [f"{key}={x!r}" for key, x in here.items() if key not in OURS and x != there.get(key)]
 
 

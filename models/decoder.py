@@ -3,12 +3,7 @@
 One program serves Llama (Touvron et al., arXiv:2302.13971) and the other families of models/families.py; the fields of
 `DecoderConfig` are their differences.
 
-Shape suffixes, as in `x_BSD`:
-
-    B  batch                 H  query heads              F  feed-forward width
-    S  sequence              K  key-value heads, K <= H  V  vocabulary, padded
-    D  model width           C  width of a head          1  a broadcast axis
-                             G  query heads that share a key-value head, H / K
+Shape suffixes are those of models/attention.py, and V: the vocabulary, padded.
 """
 
 from __future__ import annotations
@@ -23,13 +18,13 @@ from flax import nnx
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Cache, Carry, Decoding, Hidden, KVCache, linear_of
+from .attention import Cache, Carry, Decoding, KVCache, linear_of
 from .config_json import weights_table
 from .decoder_config import DecoderConfig
 from .moe import METRICS
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import Block, LayerGroup, Transformer, column, plain, stacked, times
+from .transformer import Block, LayerGroup, Transformer, column, stacked, times
 
 
 class Decoder(Transformer):
@@ -56,15 +51,14 @@ class Decoder(Transformer):
         if c.future_layers:
             self.future = nnx.List([FutureLayer(c, rngs=rngs) for _ in range(c.future_layers)])
 
-    def prefix(self, batch: dict[str, Any]) -> Hidden:
+    def prefix(self, batch: dict[str, Any]) -> Carry:
         tokens_BS, layer, positions = column(batch, "inputs"), self.first_layer, None
         segments_BS = batch.get("segments")
         if self.config.max_positions:
             positions = learned_positions(tokens_BS.shape[1], self.config.max_positions, segments_BS)
         x_BSD = self.embedded(tokens_BS, positions)
         metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.config.mixture else None
-        alone = segments_BS is None and layer is None and metrics is None
-        x = x_BSD if alone else Carry(x_BSD, segments_BS, layer, metrics)
+        x = Carry(x_BSD, segments_BS, layer, metrics)
         return self.first(x) if hasattr(self, "first") else x
 
     def embedded(self, tokens_BS: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -83,20 +77,19 @@ class Decoder(Transformer):
     def has_aux(self) -> bool:
         return self.config.mixture is not None or self.config.future_layers > 0
 
-    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
+    def suffix(self, x: Carry, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
         """Return the tokens' mean cross-entropy; of a mixture, and of tokens further ahead, (the loss, its metrics)."""
-        carry, c = x if isinstance(x, Carry) else Carry(x), self.config
-        loss = self.cross_entropy(carry.x_BSD, batch)
+        c, loss = self.config, self.cross_entropy(x.x_BSD, batch)
         if not self.has_aux:
             return loss
         total, metrics = loss.sum, dict[str, Any](cross_entropy=loss)
         if c.future_layers:
-            future, carry = self.future_loss(carry, batch)
+            future, x = self.future_loss(x, batch)
             total += c.future_weight * future
             metrics["future_loss"] = Mean(future, loss.count)
-        if c.mixture and carry.metrics:
+        if c.mixture and x.metrics:
             layers = c.num_layers - len(c.dense_layers) + c.future_layers
-            means = {name: total / layers for name, total in carry.metrics.items()}
+            means = {name: total / layers for name, total in x.metrics.items()}
             total += c.mixture.balance * means["balance_loss"] * loss.count
             metrics |= means
         return Mean(total, loss.count), metrics
@@ -121,10 +114,10 @@ class Decoder(Transformer):
                 x_BSD, self.head_DV, labels_BS, vocab_size=c.vocab_size, softcap=c.logit_softcap, tiles=c.loss_tiles
             )
 
-    def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:
+    def outputs(self, x: Carry, batch: Any = None) -> jax.Array:
         """Compute the logits [B, S, vocab_size] in float32 from the stack's output."""
         cap = self.config.logit_softcap
-        logits = vocab_parallel.logits(self.final(plain(x)), self.head_DV).astype(jnp.float32)
+        logits = vocab_parallel.logits(self.final(x.x_BSD), self.head_DV).astype(jnp.float32)
         logits = logits[..., : self.config.vocab_size]
         return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -154,11 +147,11 @@ class Decoder(Transformer):
 
     def decode_suffix(self, x: Decoding) -> jax.Array:
         """Compute the logits [B, vocab_size] of each row's last token."""
-        return self.outputs(x.x_BSD[:, -1:])[:, 0]
+        return self.outputs(Carry(x.x_BSD[:, -1:]))[:, 0]
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism: for evaluation and generation."""
-        return self.outputs(self.through(self.prefix({"inputs": tokens_BS, "segments": segments_BS})))
+        return self.outputs(Carry(self.through(self.prefix({"inputs": tokens_BS, "segments": segments_BS}))))
 
     @property
     def head_DV(self) -> jax.Array:
@@ -185,7 +178,6 @@ class FutureLayer(nnx.Module):
     def __call__(self, carry: Carry, embedded_BSD: jax.Array) -> Carry:
         both = jnp.concatenate([self.embed_norm(embedded_BSD), self.state_norm(carry.x_BSD)], axis=-1)
         after = self.block(carry._replace(x_BSD=self.join(both)))
-        assert isinstance(after, Carry)
         return after._replace(x_BSD=self.norm(after.x_BSD))
 
 

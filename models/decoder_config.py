@@ -1,4 +1,4 @@
-"""The shape of a decoder, and in what one family of decoders differs from another."""
+"""The shapes of models: of decoders, with all in what families differ, and of encoders, which have some of it."""
 
 from __future__ import annotations
 
@@ -22,37 +22,19 @@ from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .rope import RopeScaling
 
-
-def padded(size: int, multiple: int) -> int:
-    """Round up to a multiple."""
-    if multiple < 1:
-        raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
-    return -(-size // multiple) * multiple
-
-
 OF_EXPERTS = re.compile("mlp/(gate_up|down)(_bias)?$")  # a token uses some of the experts
-NOT_LATENT = (
-    "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width",
-)  # fmt: skip
-
-
-# What GPT-2, BERT and ViT have in common.
-GPT_BLOCKS: dict[str, Any] = {
-    "norm": "layer", "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "by_part": True,
-    "rope_layers": (False,),
-}  # fmt: skip
+NOT_LATENT = "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width"
 
 
 def check_fields(config: type, changes: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for changes to fields that a config does not have."""
-    fields = [field.name for field in dataclasses.fields(config)]
+    """Refuse changes to fields that a config does not have."""
+    fields = [field.name for field in dataclasses.fields(config) if field.init]
     problems = []
-    for name in changes.keys() - set(fields):
-        close = closest(name, fields)
-        fix = f"did you mean {close}?" if close else f"it has {', '.join(fields)}"
+    for name in sorted(changes.keys() - {*fields}):
+        fix = f"did you mean {close}?" if (close := closest(name, fields)) else f"it has {', '.join(fields)}"
         problems.append(f"{name} = {changes[name]!r}: {config.__name__} has no such field; {fix}")
     if problems:
-        raise ConfigError(*sorted(problems))
+        raise ConfigError(*problems)
 
 
 @dataclass(frozen=True)
@@ -153,6 +135,7 @@ class DecoderConfig:
             ("2 must divide the rotated width of a head, for RoPE", c.rotary_width, 2),
         ):
             yield whole % part, f"{words}, but {part} does not divide {whole}"
+        yield c.pad_vocab_to < 1, f"pad_vocab_to = {c.pad_vocab_to}: must be at least 1, which does not pad"
         wide, all_dense = not c.window, c.mixture is None or len(dense) == c.num_layers
         yield wide and c.global_layers, f"global_layers = {c.global_layers} needs a window, for the other layers"
         lacking = [key for key in NOT_LATENT if getattr(c, key)] + ["partial_rotary"] * (c.partial_rotary != 1)
@@ -169,9 +152,6 @@ class DecoderConfig:
             alone = [name for name in ("down_proj", "gate_proj", "up_proj") if c.lora and name in c.lora.target_modules]
             yield alone, f"lora.target_modules has {', '.join(alone)}: experts have no adapters; leave them out"
             yield c.mlp_tiles > 1, f"mlp_tiles = {c.mlp_tiles}: experts balance over whole sequences; set it to 1"
-        defaults = {f.name: f.default for f in dataclasses.fields(c) if f.name in DECODERS}
-        other = [] if c.causal else [name for name, value in defaults.items() if getattr(c, name) != value]
-        yield other, f"encoders have no choice of {', '.join(other)}; leave them out"
         if c.attention == "cudnn":
             why = cudnn_obstacle(jnp.dtype("bfloat16"), c.head_dim, 256, c.attention_softcap)
             why = "cuDNN has no sinks" if c.sinks else why
@@ -235,7 +215,7 @@ class DecoderConfig:
 
     @property
     def vocab_rows(self) -> int:
-        return padded(self.vocab_size, self.pad_vocab_to)
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -272,7 +252,91 @@ class DecoderConfig:
         return 6.0 * used + 6.0 * self.num_heads * widths * keys
 
 
-# The fields that an encoder's class decides.
-DECODERS = {field.name for field in dataclasses.fields(DecoderConfig) if field.kw_only} - {
-    "norm_eps", "attention", "pad_vocab_to", "max_positions", "download",
-}  # fmt: skip
+@dataclass(frozen=True, repr=False)
+class GPT2Config(DecoderConfig):
+    """The shape of a GPT-2: `DecoderConfig` has the fields; a head has its own keys and values.
+
+    >>> GPT2Config(12, 768, 12, 3072, pad_vocab_to=128).vocab_rows
+    50304
+    """
+
+    num_kv_heads: int = dataclasses.field(init=False)
+    vocab_size: int = 50257
+    _: KW_ONLY
+    tied: bool = True
+    family: str = "gpt2"
+    max_positions: int | None = 1024
+    rope_layers: tuple[bool, ...] | None = (False,)
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    by_part: bool = True
+    norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "layer"
+    gated: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_kv_heads", self.num_heads)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, repr=False)
+class EncoderConfig(GPT2Config):
+    """The shape of an encoder: GPT-2's blocks, whose tokens see all others."""
+
+    _: KW_ONLY
+    norm_eps: float = 1e-12
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
+
+    causal = False
+
+    def _checks(self) -> Iterator[tuple[Any, str]]:
+        yield from super()._checks()
+        free = ("norm_eps", "attention", "pad_vocab_to", "max_positions", "download")
+        fixed = {field.name for field in dataclasses.fields(DecoderConfig) if field.kw_only} - {*free}
+        other = [f.name for f in dataclasses.fields(self) if f.name in fixed and getattr(self, f.name) != f.default]
+        yield other, f"encoders have no choice of {', '.join(other)}; leave them out"
+
+
+@dataclass(frozen=True, repr=False)
+class BertConfig(EncoderConfig):
+    """The shape of a BERT."""
+
+    vocab_size: int = 30522
+    _: KW_ONLY
+    family: str = "bert"
+    max_positions: int | None = 512
+    norms: Literal["before", "after", "both", "sum"] = "sum"
+    num_types: int = 2
+
+
+@dataclass(frozen=True, repr=False)
+class ViTConfig(EncoderConfig):
+    """The shape of a ViT for square images.
+
+    >>> ViTConfig(12, 768, 12, 3072).num_patches
+    196
+    """
+
+    vocab_size: int = dataclasses.field(default=0, init=False, repr=False)
+    _: KW_ONLY
+    family: str = "vit"
+    max_positions: int | None = None
+    num_classes: int = 1000
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def row_length(self) -> int | None:  # type: ignore[override]
+        """How many positions count, if their number is odd: cuDNN refuses it, and each layer would pad and cut."""
+        return None if self.num_patches % 2 else self.num_patches + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .decoder_config import GPT_BLOCKS
+from .decoder_config import BertConfig, DecoderConfig, GPT2Config, ViTConfig
 
 EXPERTS = "num_local_experts"  # what transformers 5 calls their number in each family
 TIMES = "n_shared_experts"  # DeepSeek's shared expert is so many times as wide as another one
@@ -54,6 +54,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     needs: dict[str, Any] = field(default_factory=dict)  # the only values of keys that the model has
     dense: str | None = None  # the key of the layers without a mixture
+    kind: type[DecoderConfig] = DecoderConfig  # whose defaults are the family's
 
     @property
     def all_keys(self) -> Keys:
@@ -91,7 +92,7 @@ DEEPSEEK_NAMES = {"shared": "mlp.shared_experts"}
 QWEN_MOE = {**SLIDING, "norm_topk_prob": False}
 FAMILIES = {
     "bert": Family(
-        "BertForMaskedLM", {**GPT_BLOCKS, "norms": "sum", "activation": "gelu"},
+        "BertForMaskedLM", {},
         {**EPS, "num_kv_heads": "num_attention_heads", "max_positions": "max_position_embeddings",
          "num_types": "type_vocab_size"},
         {"type_vocab_size": 2, "layer_norm_eps": 1e-12},
@@ -111,9 +112,10 @@ FAMILIES = {
             "hidden_act": "gelu", **TIED, "is_decoder": False, "add_cross_attention": False,
             "position_embedding_type": "absolute",
         },
+        kind=BertConfig,
     ),
     "vit": Family(
-        "ViTForImageClassification", {**GPT_BLOCKS, "activation": "gelu"},
+        "ViTForImageClassification", {},
         {**EPS, "num_kv_heads": "num_attention_heads", "tied": None, "vocab_size": None, "num_classes": "num_labels",
          "image_size": "image_size", "patch_size": "patch_size", "num_channels": "num_channels"},
         {"layer_norm_eps": 1e-12},
@@ -125,7 +127,7 @@ FAMILIES = {
             "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "layernorm_after",
             "ends/norm": "vit.layernorm", "ends/head": "classifier",
         },
-        needs={"hidden_act": "gelu", "qkv_bias": True},
+        needs={"hidden_act": "gelu", "qkv_bias": True}, kind=ViTConfig,
     ),
     "llama": Family("LlamaForCausalLM", {}, {**BIAS, **MLP_BIAS}),
     "llama4_text": Family(
@@ -296,7 +298,7 @@ FAMILIES = {
         DEEPSEEK_NAMES, needs={"scoring_func": "sigmoid", **DEEPSEEK}, dense="first_k_dense_replace",
     ),
     "gpt2": Family(
-        "GPT2LMHeadModel", GPT_BLOCKS,
+        "GPT2LMHeadModel", {},
         {
             "d_model": "n_embd", "d_ff": "n_inner", "num_layers": "n_layer", "num_heads": "n_head",
             "num_kv_heads": "n_head", "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
@@ -311,5 +313,6 @@ FAMILIES = {
         {r"^(h\.|wte\.|wpe\.|ln_f\.)": r"transformer.\1"},  # names of the first downloads
         ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias", "lm_head.weight"),
         {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "scale_attn_weights": True, **TIED},
+        kind=GPT2Config,
     ),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The feed-forward layer of a mixture of experts (Mixtral, arXiv:2401.04088; Qwen3-MoE, arXiv:2505.09388; the router of
 DeepSeek-V3, arXiv:2412.19437).
 
-Shape suffixes beside those of `decoder`: E experts, N experts of a token, F width of an expert.
+Shape suffixes besides those of models/attention.py: E experts, N experts of a token, F width of an expert.
 """
 
 from __future__ import annotations

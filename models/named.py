@@ -21,29 +21,25 @@ from jzero.errors import ConfigError
 from jzero.values.parameters import did_you_mean
 from jzero.weights.load import from_cache
 
-from .bert import Bert, BertConfig
+from .bert import Bert
 from .config_json import decoder_config
 from .decoder import Decoder
-from .decoder_config import DecoderConfig, check_fields
+from .decoder_config import BertConfig, DecoderConfig, GPT2Config, ViTConfig, check_fields
 from .downloads import TEXT, Download
 from .families import FAMILIES
-from .gpt2 import GPT2Config
 from .llama import PRESETS
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .quantized import Kind
 from .rope import RopeScaling
 from .tensor_names import linear_modules, tensor_rows
-from .vit import ViT, ViTConfig
+from .vit import ViT
 
-ENCODERS: dict[str, type[DecoderConfig]] = {"bert": BertConfig, "vit": ViTConfig}
 LACKING = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "an encoder of images, and rotary positions in three dimensions"),
     "whisper": "an encoder of audio, and attention to its output",
     "t5": "an encoder beside the decoder, and relative positions",
 }
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-
 
 LLAMA3 = partial(DecoderConfig, vocab_size=128_256)
 LONG, LONGEST = RopeScaling("llama3", 8.0), RopeScaling("llama3", 32.0)
@@ -109,7 +105,7 @@ def config_from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any
         raise ConfigError(f"config.json has model_type = {name!r}: jzero's models lack {LACKING[name]}")
     if name not in FAMILIES:
         raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*FAMILIES, *TEXT])}")
-    return decoder_config(download, ENCODERS.get(name, DecoderConfig), **changes)
+    return decoder_config(download, **changes)
 
 
 def module_of(config: Any) -> type:
@@ -175,7 +171,7 @@ def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> De
 
 
 def _unknown(name: str) -> str:
-    if _HUB_ID.fullmatch(name):
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # a hub id
         return f"{name}: no such directory, and not in the cache of downloads; fetch it with: hf download {name}"
     longer = [known for known in SHAPES if known.endswith(f":{name}")]
     hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)

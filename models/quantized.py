@@ -47,8 +47,9 @@ def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
     block = gcd(d_in, BLOCK)
     blocks = matrix.astype(jnp.float32).reshape(d_in // block, block, -1)
     scales = jnp.abs(blocks).max(1)
-    offset = _exact(scales.mean(1))
-    step = _exact(jnp.maximum(jnp.abs(scales - offset[:, None]).max(1), 1e-12) / 127)
+    offset = scales.mean(1).astype(jnp.bfloat16).astype(jnp.float32)
+    step = jnp.maximum(jnp.abs(scales - offset[:, None]).max(1), 1e-12) / 127
+    step = step.astype(jnp.bfloat16).astype(jnp.float32)
     small = jnp.clip(jnp.round((scales - offset[:, None]) / step[:, None]), -127, 127).astype(jnp.int8)
     whole = jnp.maximum(small * step[:, None] + offset[:, None], 1e-12)  # as `dequantize` makes it
     x = (blocks / whole[:, None]).reshape(d_in, *out)
@@ -69,13 +70,9 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     else:
         x = q.codes.astype(jnp.float32) / 127
     wide = [1] * len(out)
-    scales = q.scales * q.step.astype(jnp.float32).reshape(-1, *wide) + q.offset.astype(jnp.float32).reshape(-1, *wide)
-    scales = jnp.maximum(scales, 1e-12)
+    step, offset = (part.astype(jnp.float32).reshape(-1, *wide) for part in (q.step, q.offset))
+    scales = jnp.maximum(q.scales * step + offset, 1e-12)
     return (x.reshape(rows, -1, *out) * scales[:, None]).reshape(-1, *out).astype(dtype)
-
-
-def _exact(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def quantize_kernel(module: Any, kind: Kind | None) -> None:

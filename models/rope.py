@@ -107,17 +107,12 @@ def either(condition: jax.Array, a: Rope, b: Rope) -> Rope:
 
 
 def rope(
-    x_BSHC: jax.Array, angles: Rope, positions_BS: jax.Array | None = None, interleaved: bool = False
+    x_BSHC: jax.Array,
+    angles: Rope,  # of C or fewer dimensions, in float32: those of distant positions would round to the same value
+    positions_BS: jax.Array | None = None,  # default: 0 to S - 1
+    interleaved: bool = False,  # a pair is two neighbours (Cohere, GLM), and not one of each half
 ) -> jax.Array:
-    """Rotate queries or keys by their positions.
-
-    The angles are float32: in half precision, the angles of distant positions would round to the same value.
-
-    Args:
-      angles: the `frequencies`, of C or fewer dimensions.
-      positions_BS: default: 0 to S - 1.
-      interleaved: a pair is two neighbours (Cohere, GLM), and not one of each half.
-    """
+    """Rotate queries or keys by their positions."""
     frequency, magnitude = angles
     positions = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32) if positions_BS is None else positions_BS
     half, axis = frequency.shape[-1], -1 if interleaved else -2  # that of the two numbers of a pair

@@ -1,6 +1,6 @@
 """The base of decoders and encoders: a stack of blocks, how a mesh cuts its parameters, and the checks of its batch.
 
-Shape suffixes are those of models/decoder.py.
+Shape suffixes are those of models/attention.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jzero.attention_kernels import Attend, kernel_note
 from jzero.errors import ConfigError, some_of
 from jzero.tiling import tiled
 
-from .attention import Attention, Cache, Carry, Decoding, Hidden, LatentAttention, initial, linear_of
+from .attention import Attention, Cache, Carry, Decoding, LatentAttention, initial, linear_of
 from .config_json import weights_table
 from .decoder_config import DecoderConfig
 from .lora import FusedLinear
@@ -73,15 +73,12 @@ class Block(nnx.Module):
         if after:
             self.attention_post_norm, self.mlp_post_norm = make_norm(config, rngs), make_norm(config, rngs)
 
-    def __call__(self, x: Hidden) -> Hidden:
-        carry = x if isinstance(x, Carry) else Carry(x)
-        h_BSD = self.before("attention", carry.x_BSD)
-        y_BSD = self.attention(carry._replace(x_BSD=h_BSD))
-        x_BSD, metrics = self.feed_forward(carry.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
-        if not isinstance(x, Carry):
-            return x_BSD
-        metrics = carry.metrics if metrics is None else jax.tree.map(jnp.add, carry.metrics, metrics)
-        return Carry(x_BSD, carry.segments_BS, None if carry.layer is None else carry.layer + 1, metrics)
+    def __call__(self, x: Carry) -> Carry:
+        h_BSD = self.before("attention", x.x_BSD)
+        y_BSD = self.attention(x._replace(x_BSD=h_BSD))
+        x_BSD, metrics = self.feed_forward(x.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
+        metrics = x.metrics if metrics is None else jax.tree.map(jnp.add, x.metrics, metrics)
+        return Carry(x_BSD, x.segments_BS, None if x.layer is None else x.layer + 1, metrics)
 
     def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
         h_BSD = self.before("attention", x.x_BSD)
@@ -121,7 +118,7 @@ class LayerGroup(nnx.Module):
     def __init__(self, configs: Iterable[DecoderConfig], *, rngs: nnx.Rngs):
         self.layers = nnx.List([Block(config, rngs=rngs) for config in configs])
 
-    def __call__(self, x: Hidden) -> Hidden:
+    def __call__(self, x: Carry) -> Carry:
         for layer in self.layers:
             x = layer(x)
         return x
@@ -145,11 +142,10 @@ class Transformer(nnx.Module):
     vocabulary: Any = MappingProxyType[str, int]({})  # parameter -> the dimension that a pipeline divides
     stack: nnx.Module
 
-    def through(self, x: Hidden) -> jax.Array:
+    def through(self, x: Carry) -> jax.Array:
         """Run all layers, without remat or parallelism; return x_BSD."""
         graph, layers = nnx.split(self.stack)
-        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
-        return plain(x)
+        return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)[0].x_BSD
 
     def check_batch(self, batch: Any) -> None:
         if self.vocabulary:
@@ -218,10 +214,6 @@ def stacked(group: Sequence[DecoderConfig], length: int, rngs: nnx.Rngs) -> Bloc
         return LayerGroup(group, rngs=rngs) if len(group) > 1 else Block(*group, rngs=rngs)
 
     return blocks(rngs)
-
-
-def plain(x: Hidden) -> jax.Array:
-    return x.x_BSD if isinstance(x, Carry) else x
 
 
 def column(batch: Any, name: str) -> Any:

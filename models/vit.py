@@ -5,8 +5,7 @@ Shape suffixes: B batch, S patches and the class token, made even, D model width
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,46 +15,10 @@ from flax import nnx
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
-from .attention import linear_of
-from .gpt2 import GPT2Config
+from .attention import Carry, linear_of
+from .decoder_config import ViTConfig
 from .norms import make_norm
 from .transformer import Transformer, stacked
-
-
-@dataclass(frozen=True, repr=False)
-class ViTConfig(GPT2Config):
-    """The shape of a ViT for square images, with GPT-2's blocks without their mask.
-
-    >>> ViTConfig(12, 768, 12, 3072).num_patches
-    196
-    """
-
-    vocab_size: int = field(default=0, init=False, repr=False)
-    _: KW_ONLY
-    family: str = "vit"
-    norm_eps: float = 1e-12
-    max_positions: int | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
-    num_classes: int = 1000
-    image_size: int = 224
-    patch_size: int = 16
-    num_channels: int = 3
-
-    causal = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.image_size % self.patch_size:
-            raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
-
-    @property
-    def num_patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def row_length(self) -> int | None:  # type: ignore[override]
-        """How many positions count, if their number is odd: cuDNN refuses it, and each layer would pad and cut."""
-        return None if self.num_patches % 2 else self.num_patches + 1
 
 
 class ViT(Transformer):
@@ -74,7 +37,7 @@ class ViT(Transformer):
         self.norm = make_norm(c, rngs)
         self.head = linear_of(c, c.d_model, c.num_classes, "head", rngs, bias=True)
 
-    def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
+    def prefix(self, batch: dict[str, jax.Array]) -> Carry:
         c, images = self.config, batch["images"]
         B, height, width, channels = images.shape
         if (height, width, channels) != (c.image_size, c.image_size, c.num_channels):
@@ -95,20 +58,21 @@ class ViT(Transformer):
         kernel_PD, bias_D, positions_SD = self.patches.kernel[...], self.patches.bias[...], self.positions[0]
         table_SD = positions_SD + jnp.concatenate([self.class_token[0], jnp.broadcast_to(bias_D, (n * n, c.d_model))])
         inputs = jnp.pad(patches_BSP, ((0, 0), (1, S % 2), (0, 0))), jnp.broadcast_to(places_SP, (B, *places_SP.shape))
-        return jnp.concatenate(inputs, 2) @ jnp.concatenate([kernel_PD, jnp.pad(table_SD, ((0, -S % 8), (0, 0)))])
+        table_SD = jnp.pad(table_SD, ((0, -S % 8), (0, 0)))
+        return Carry(jnp.concatenate(inputs, 2) @ jnp.concatenate([kernel_PD, table_SD]))
 
-    def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
+    def suffix(self, x: Carry, batch: dict[str, jax.Array]) -> Mean:
         labels_B = batch["labels"]
-        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x_BSD), jnp.maximum(labels_B, 0))
+        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x), jnp.maximum(labels_B, 0))
         return Mean(jnp.sum(losses_B, where=labels_B >= 0), (labels_B >= 0).sum())
 
-    def outputs(self, x_BSD: jax.Array, batch: Any = None) -> jax.Array:
+    def outputs(self, x: Carry, batch: Any = None) -> jax.Array:
         """Compute the logits [B, O] in float32 from the stack's output."""
-        return self.head(self.norm(x_BSD[:, 0])).astype(jnp.float32)
+        return self.head(self.norm(x.x_BSD[:, 0])).astype(jnp.float32)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Compute logits [B, O] in float32, without remat or parallelism."""
-        return self.outputs(self.through(self.prefix({"images": images})))
+        return self.outputs(Carry(self.through(self.prefix({"images": images}))))
 
     def weights_layout(self) -> dict[str, Any]:
         c, table, name = self.config, super().weights_layout(), "vit.embeddings.patch_embeddings.projection.weight"
