@@ -1,4 +1,4 @@
-"""Decoders of the `transformers` library: the reading and the writing of config.json, and the table of the weights.
+"""Models of the `transformers` library: the reading and the writing of config.json, and the table of the weights.
 
 `there` is the content of a config.json, with the family's values of keys that it lacks.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from jzero.errors import ConfigError
 
 from .decoder_config import DecoderConfig, LatentConfig, check_fields
-from .downloads import ADVICE, OWN, Download, config_problems
+from .downloads import ADVICE, OWN, Download
 from .families import EXPERTS, FAMILIES, LATENT, SIZES, TIMES, Family
 from .lora import adapters_table
 from .moe import MixtureConfig
@@ -81,8 +81,11 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     keys = family.all_keys
     if EXPERTS in there and "mixture.num_experts" in keys:
         there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
-    counts = [keys[x] for x in COUNTS if x in keys and there.get(keys[x]) is not None]
-    problems = config_problems(there, [keys[x] for x in NEEDED if x in keys], counts, family.needs)
+    problems = [f"config.json has no {keys[x]}" for x in NEEDED if x in keys and keys[x] not in there]
+    counts = {keys[x]: there.get(keys[x]) for x in COUNTS if x in keys}
+    wrong = {key: "a positive integer" for key, n in counts.items() if n is not None and (type(n) is not int or n < 1)}
+    wrong |= {key: repr(value) for key, value in family.needs.items() if there.get(key, value) != value}
+    problems += [f"config.json has {key} = {there[key]!r}: must be {value}" for key, value in wrong.items()]
     lacking = [f"{key} = {there[key]!r}" for key in REFUSED if there.get(key)]
     kinds = set(there.get("layer_types", ())) - {*KINDS, "attention"}
     lacking += [f"{kind!r} in layer_types" for kind in sorted(kinds)]
@@ -165,7 +168,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         "ignored": ["*.rotary_emb.inv_freq", *family.ignored, *left_out],
         "tensors": rows,
     }
-    table |= {"download": c.download.table(c.vocab_size or None)} if c.download else {}
+    table |= {"download": c.download.table(c.vocab_size)} if c.download else {}
     return table | ({"adapters": adapters_table(c.lora, rows)} if c.lora else {}), notes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,27 +39,17 @@ class Download:
             there = {**text, **ids, "model_type": name}
         return cls(dict(there), directory)
 
-    def table(self, vocab_size: int | None = None) -> dict[str, Any]:
+    def table(self, vocab_size: int) -> dict[str, Any]:
         """Return the entry `download` of a `weights_layout`, see `jzero.weights.name_map`.
 
         Special tokens outside of a model's `vocab_size` are left out, since `transformers` refuses them.
         """
         kept = {key: value for key, value in self.config.items() if key not in OWN}
-        for key in kept.keys() & set(IDS) if vocab_size is not None else ():
+        for key in kept.keys() & set(IDS) if vocab_size else ():
             ids = kept[key] if isinstance(kept[key], list) else [kept[key]]
             inside = [x for x in ids if x is None or x < vocab_size]
             kept[key] = kept[key] if inside == ids else inside or None
         return {"config": json.loads(json.dumps(kept, default=str)), "directory": self.directory}
-
-
-def config_problems(
-    there: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str], needs: Mapping[str, Any]
-) -> list[str]:
-    """List needed keys that a config.json lacks, counts that are not positive, and values other than `needs`."""
-    wrong = {key: "a positive integer" for key in counts if type(there.get(key, 1)) is not int or there.get(key, 1) < 1}
-    wrong |= {key: repr(value) for key, value in needs.items() if there.get(key, value) != value}
-    problems = [f"config.json has no {key}" for key in needed if key not in there]
-    return problems + [f"config.json has {key} = {there[key]!r}: must be {value}" for key, value in wrong.items()]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jzero.errors import ConfigError
 
-from .quantized import Kind, quantize_kernel, quantized_matmul
+from .quantized import Kind, quantize, quantized_matmul
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -56,11 +56,8 @@ class LoRAConfig:
 class FusedLinear(nnx.LinearGeneral):
     """A linear layer that computes several modules in one product: its kernel [in, *shape] is cut along one dimension.
 
-    The adapter of q_proj is q_proj/lora_a [in, r], q_proj/lora_b [r, out]; out is in the order of the kernel's part.
-
-    Args:
-      shape: of the outputs, without rows and sequence.
-      cut: the dimension of `shape` along which the modules lie; `widths`: those of the modules along it.
+    The modules lie along the dimension `cut` of the outputs' `shape`, and have `widths` there. The adapter of q_proj is
+    q_proj/lora_a [in, r], q_proj/lora_b [r, out]; out is in the order of the kernel's part.
     """
 
     def __init__(
@@ -74,7 +71,10 @@ class FusedLinear(nnx.LinearGeneral):
         for name, width in self.widths:
             if lora and name in lora.target_modules:
                 setattr(self, name, nnx.LoRA(d_in, lora.r, width * other, a_initializer=start_a, rngs=rngs))
-        quantize_kernel(self, lora.quantized if lora else None)
+        if lora and lora.quantized:  # the parameters of the quantised matrix take the place of the kernel
+            for name, value in quantize(self.kernel[...], lora.quantized)._asdict().items():
+                setattr(self, name, nnx.Param(value))
+            del self.kernel
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""

@@ -6,9 +6,8 @@ Shape suffixes besides those of models/attention.py: E experts, N experts of a t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -101,7 +100,7 @@ class Mixture(nnx.Module):
         tokens_BSD, used = x_BSD, routing
         if c.scale_inputs:
             tokens_BSD = x_BSD * routing.weights.astype(x_BSD.dtype)
-            used = dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
+            used = replace(routing, weights=jnp.ones_like(routing.weights))
         y_BSD = experts(
             tokens_BSD, used, self.gate_up[...], self.down[...], activation=self.activation,
             glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jzero._compat.kernels import function_primitive
 from jzero.errors import ConfigError
@@ -73,14 +72,6 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     step, offset = (part.astype(jnp.float32).reshape(-1, *wide) for part in (q.step, q.offset))
     scales = jnp.maximum(q.scales * step + offset, 1e-12)
     return (x.reshape(rows, -1, *out) * scales[:, None]).reshape(-1, *out).astype(dtype)
-
-
-def quantize_kernel(module: Any, kind: Kind | None) -> None:
-    """Put the parameters of a quantised matrix in the place of a linear layer's kernel."""
-    if kind is not None:
-        for name, value in quantize(module.kernel[...], kind)._asdict().items():
-            setattr(module, name, nnx.Param(value))
-        del module.kernel
 
 
 def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:

@@ -92,17 +92,12 @@ def layer_rows(config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, 
         rows.append({"name": names["sinks"], "leaf": "attention/sinks", "reshape": [c.num_heads]})
     if c.mixture:
         rows += _mixture(c.mixture, names, own)
-    if names["matrices"] != "[out, in]":
-        rows = [_as_in_conv1d(row) for row in rows]
+    for row in rows if names["matrices"] != "[out, in]" else ():
+        if row.pop("transposed", None):
+            row["reshape"] = row["reshape"][::-1]
     at = names["layer"] if stacked else names["layer"].replace("{layer}", str(numbers[0]))
     more = {"layers": [numbers.start, numbers.step]} if stacked and (numbers.start, numbers.step) != (0, 1) else {}
     return [{**row, "name": at + row["name"], "leaf": f"{path}/{row['leaf']}", **more} for row in rows]
-
-
-def _as_in_conv1d(row: Row) -> Row:
-    """Describe the same row in files that have matrices as [in, out]."""
-    matrix = "transposed" in row
-    return {key: x[::-1] if key == "reshape" and matrix else x for key, x in row.items() if key != "transposed"}
 
 
 def module_rows(name: str, leaf: str, shapes: Shapes, *cuts: Cut) -> list[Row]:

@@ -6,7 +6,8 @@ Shape suffixes are those of models/attention.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -26,13 +27,8 @@ from .lora import FusedLinear
 from .moe import Mixture
 from .norms import make_norm
 
-
-def gelu(x: jax.Array) -> jax.Array:
-    """GELU without the approximation by tanh."""
-    return nnx.gelu(x, approximate=False)
-
-
-ACTIVATIONS = {"silu": nnx.silu, "gelu": gelu, "gelu_tanh": nnx.gelu}
+gelu = partial(nnx.gelu, approximate=False)
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nnx.silu, "gelu": gelu, "gelu_tanh": nnx.gelu}
 
 
 class MLP(nnx.Module):

@@ -58,8 +58,8 @@ class ViT(Transformer):
         kernel_PD, bias_D, positions_SD = self.patches.kernel[...], self.patches.bias[...], self.positions[0]
         table_SD = positions_SD + jnp.concatenate([self.class_token[0], jnp.broadcast_to(bias_D, (n * n, c.d_model))])
         inputs = jnp.pad(patches_BSP, ((0, 0), (1, S % 2), (0, 0))), jnp.broadcast_to(places_SP, (B, *places_SP.shape))
-        table_SD = jnp.pad(table_SD, ((0, -S % 8), (0, 0)))
-        return Carry(jnp.concatenate(inputs, 2) @ jnp.concatenate([kernel_PD, table_SD]))
+        x_BSP = jnp.concatenate(inputs, 2)
+        return Carry(x_BSP @ jnp.concatenate([kernel_PD, jnp.pad(table_SD, ((0, -S % 8), (0, 0)))]))
 
     def suffix(self, x: Carry, batch: dict[str, jax.Array]) -> Mean:
         labels_B = batch["labels"]
