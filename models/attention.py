@@ -25,6 +25,7 @@ from .norms import query_key_norms, unit_rms
 from .rope import Rope, either, frequencies, rope, segment_positions
 
 EPSILON = 1e-6  # of the norms of latents, whatever those of the layers have
+Cache = Any  # a layer's: a KVCache, or the latents of latent attention [B, T, L + R], rotated keys behind them
 
 
 class Carry(NamedTuple):
@@ -40,8 +41,7 @@ class Carry(NamedTuple):
         return None  # stands for 0 to S - 1
 
     @property
-    def positions_BS(self) -> jax.Array:
-        """Number the tokens of each document from 0: [B or 1, S]."""
+    def positions_BS(self) -> jax.Array:  # of each document from 0; B may be 1
         alone_1S = jnp.arange(self.x_BSD.shape[1])[None]
         return alone_1S if self.segments_BS is None else segment_positions(self.segments_BS)
 
@@ -51,9 +51,6 @@ class KVCache(NamedTuple):
 
     k_BTKC: jax.Array
     v_BTKC: jax.Array
-
-
-Cache = Any  # a layer's: a KVCache, or the latents of latent attention [B, T, L + R], rotated keys behind them
 
 
 def put(cache: Cache, new: Cache, column: int | jax.Array) -> Cache:
@@ -74,8 +71,7 @@ class Decoding(NamedTuple):
         return self.column + jnp.arange(self.x_BSD.shape[1])
 
     @property
-    def positions_BS(self) -> jax.Array:
-        """Number the tokens of each row from 0; padding is 0 too."""
+    def positions_BS(self) -> jax.Array:  # of each row from 0; padding is 0 too
         return jnp.maximum(self.columns_S[None] - self._start_B1, 0)
 
     @property
@@ -83,8 +79,7 @@ class Decoding(NamedTuple):
         return jnp.zeros((1, 1), jnp.int32) if self.padding_B is None else self.padding_B[:, None]
 
     @property
-    def segments_BS(self) -> jax.Array | None:
-        """Return the prompt's segments: 1 for tokens, 0 for padding."""
+    def segments_BS(self) -> jax.Array | None:  # 1 for tokens of the prompt, 0 for padding
         return None if self.padding_B is None else (self.columns_S >= self.padding_B[:, None]).astype(jnp.int32)
 
     def visible_B11T(self, T: int, window: int | None = None, chunk: int | None = None) -> jax.Array:
@@ -173,9 +168,8 @@ class Attention(nnx.Module):
         shape = c.num_kv_heads, c.num_groups + 2, c.head_dim
         if c.by_part:
             cut, shape = 0, (3, c.num_heads, c.head_dim)
-        self.qkv = FusedLinear(
-            c.d_model, shape, cut, widths, c.lora, rngs=rngs, use_bias=c.qkv_bias, kernel_init=initial(c)
-        )
+        more: Any = {"rngs": rngs, "use_bias": c.qkv_bias, "kernel_init": initial(c)}
+        self.qkv = FusedLinear(c.d_model, shape, cut, widths, c.lora, **more)
         self.out = linear_of(c, c.num_heads * c.head_dim, c.d_model, "o_proj", rngs, last=True, bias=c.out_bias)
         if c.sinks:
             self.sinks = nnx.Param(initial(c)(rngs.params(), (c.num_kv_heads, c.num_groups)))
@@ -235,7 +229,6 @@ class Attention(nnx.Module):
         return found if has_rope is None else either(has_rope, found, Rope(jnp.zeros_like(found.frequency)))
 
     def within(self, x: Carry | Decoding, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array) -> jax.Array:
-        """Attend within the row, in a decoder to the past."""
         S, c = q_BSHC.shape[1], self.config
         mask_B1SS, is_global = same_segment(x.segments_BS), flag(c.global_layers, x.layer)
         if is_global is None and not c.chunked:

@@ -93,7 +93,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     activation, kept = keys["activation"]
     allowed = [key for key, x in kept.items() if "activation" not in family.fixed or x.startswith("gelu")]
     for key in (activation, "hidden_activation"):
-        if there.get(key, allowed[0]) not in allowed:
+        if key not in wrong and there.get(key, allowed[0]) not in allowed:
             problems.append(f"config.json has {key} = {there[key]!r}: must be one of {', '.join(allowed)}")
     if problems:
         raise ConfigError(*problems)
@@ -112,8 +112,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     width, heads = None if "latent" in found else there.get("head_dim"), found["num_heads"]
     if width and width * heads != found["d_model"]:
         found["head_width"] = width
-    scale = found.get("attention_scale")
-    if scale == (width or found["d_model"] // heads) ** -0.5:
+    if found.get("attention_scale") == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
     found = {**patterns_of(there), **found, "family": name, "download": download}
     if kind.causal and not found.get("max_positions"):
@@ -275,7 +274,6 @@ WITHOUT_WINDOW: tuple[tuple[str, Callable[[Any, int, list[bool]], bool]], ...] =
 
 
 def patterns_of(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return window, global_layers, rope_layers and more of a config.json."""
     layers, chunk, every = range(there["num_hidden_layers"]), there.get(CHUNK), there.get("no_rope_layer_interval")
     rope = [bool(has) for has in there.get("no_rope_layers") or [not every or (i + 1) % every for i in layers]]
     window = (chunk or there.get("sliding_window")) if there.get("use_sliding_window", True) else None
@@ -308,7 +306,6 @@ def repeated(flags: Sequence[bool], plain: bool) -> tuple[bool, ...] | None:
 
 
 def patterns_json(config: DecoderConfig, there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json has of the patterns, in the keys that are `there`."""
     c, chunked = config, CHUNK in there
     patterns = c.global_layers or (c.window is None,), c.rope_layers or (True,)
     wide, rope = ([pattern[i % len(pattern)] for i in range(c.num_layers)] for pattern in patterns)
@@ -381,7 +378,6 @@ def _scaling(rope: Mapping[str, Any], there: Mapping[str, Any]) -> RopeScaling |
 
 
 def rope_json(config: DecoderConfig, there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json has of RoPE, in the keys that are `there`."""
     c, rope = config, _parameters(config.rope_theta, config.rope_scaling)
     near = _parameters(c.local_theta or c.rope_theta, None)
     content: dict[str, Any] = {MOST: rope.pop(MOST)} if MOST in rope else {}
@@ -445,7 +441,6 @@ def _groups(there: Mapping[str, Any], experts: int) -> tuple[int, int, int] | No
 
 
 def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read the numbers of the layers without a mixture."""
     only, step, first, every, sparse = (there.get(key) for key in DENSE)
     layers, step = range(there["num_hidden_layers"]), step or every or 1
     if sparse is not None:
@@ -454,7 +449,7 @@ def dense_of(there: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def mixture_json(config: DecoderConfig, mixture: MixtureConfig, key: str | None) -> dict[str, Any]:
-    """Return what config.json has of a mixture; `key` has the layers with it, or those without."""
+    """Write a mixture; `key` has the layers with it, or those without."""
     c, layers = config, range(config.num_layers)
     content: dict[str, Any] = {EXPERTS: mixture.num_experts}
     content |= {} if c.download else {"router_aux_loss_coef": mixture.balance, "output_router_logits": False}

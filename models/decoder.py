@@ -68,8 +68,7 @@ class Decoder(Transformer):
         return times(x_BSD, self.config.embed_scale)
 
     @property
-    def first_layer(self) -> jax.Array | None:
-        """The first index of a layer, if it decides what a layer computes."""
+    def first_layer(self) -> jax.Array | None:  # its index, if that decides what a layer computes
         c = self.config
         return jnp.int32(0) if c.global_layers or (c.rope_layers and c.has_rope) else None
 

@@ -168,8 +168,7 @@ class DecoderConfig:
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     @property
-    def num_groups(self) -> int:
-        """Query heads that share a key-value head."""
+    def num_groups(self) -> int:  # query heads that share a key-value head
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -180,7 +179,6 @@ class DecoderConfig:
 
     @property
     def rotary_width(self) -> int:
-        """The dimensions of a head that RoPE rotates."""
         return self.latent.rotated if self.latent else int(self.head_dim * self.partial_rotary) * self.has_rope
 
     @property
@@ -188,7 +186,6 @@ class DecoderConfig:
         return not self.rope_layers or any(self.rope_layers)
 
     def of_layer(self, number: int) -> DecoderConfig:
-        """Return the config of a layer, which has a mixture or none."""
         return dataclasses.replace(self, mixture=None, dense_layers=()) if number in self.dense_layers else self
 
     @property
@@ -237,11 +234,9 @@ class DecoderConfig:
         """
         share = self.mixture.top_k / self.mixture.num_experts if self.mixture else 1
         lookups = {"ends/positions", "ends/types", *(() if self.tied else ("ends/embed",))}
-        used = self.future_layers * self.d_model * self.vocab_rows + sum(
-            prod(shape) * (share if OF_EXPERTS.search(name) else 1)
-            for name, shape in self.shapes.items()
-            if name not in lookups
-        )
+        sizes = {name: prod(shape) for name, shape in self.shapes.items() if name not in lookups}
+        used = sum(size * (share if OF_EXPERTS.search(name) else 1) for name, size in sizes.items())
+        used += self.future_layers * self.d_model * self.vocab_rows
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))

@@ -32,7 +32,8 @@ class Download:
         there, directory = source, None
         if not isinstance(there, Mapping):
             path = from_cache(there)
-            there, directory = _read(path), os.path.abspath(path if os.path.isdir(path) else path.parent)
+            path = path / "config.json" if os.path.isdir(path) else path
+            there, directory = _read(path), os.path.abspath(path.parent)
         name, text = TEXT.get(there.get("model_type", "")), there.get("text_config")
         if name and isinstance(text, Mapping):
             ids = {key: there[key] for key in IDS if there.get(key) is not None}
@@ -53,7 +54,6 @@ class Download:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if os.path.isdir(path) else path
     try:
         there = json.loads(path.read_text())
         if not isinstance(there, dict):
@@ -61,8 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
         return there
     except FileNotFoundError:
         written = path.parent / "model"  # by `jzero finetune`
-        is_there = path.name == "config.json" and (written / "config.json").exists()
-        hint = f"; {written} has one" if is_there else ""
+        hint = f"; {written} has one" if path.name == "config.json" and (written / "config.json").exists() else ""
         raise ConfigError(no_such_directory(path, "file or directory") + hint) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -26,8 +26,6 @@ KEYS: Keys = {
     **SIZES, "num_kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps",
     "activation": ("hidden_act", ACTIVATIONS),
 }  # fmt: skip
-
-
 LATENT: Keys = {
     "latent.rank": "kv_lora_rank", "latent.query_rank": "q_lora_rank", "latent.plain": "qk_nope_head_dim",
     "latent.rotated": "qk_rope_head_dim", "latent.value": "v_head_dim",

@@ -120,7 +120,7 @@ class FusedLinear(nnx.LinearGeneral):
 
 
 class LoRALinear(FusedLinear):
-    """A linear layer of one module with an adapter."""
+    """A linear layer of one module with an adapter, or a quantised matrix."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:  # type: ignore[override]
         return super().__call__(inputs, out_sharding)[0]

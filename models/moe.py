@@ -86,8 +86,7 @@ class Mixture(nnx.Module):
         if c.bias_rate is not None:
             self.bias = nnx.BatchStat(jnp.zeros(c.num_experts, jnp.float32))
 
-    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (y_BSD, the metrics of this layer)."""
+    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:  # (y_BSD, metrics)
         c, kernel_DE = self.config, self.router.kernel[...]
         logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
         if self.router.bias is not None:

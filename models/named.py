@@ -153,8 +153,15 @@ def find_model(name: str, **changes: Any) -> FoundModel:
     directory = from_cache(name)
     if directory.is_dir():
         return FoundModel(name, config_from_hf(directory, **changes), directory)
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # a hub id
+        where = "no such directory, and not in the cache of downloads"
+        raise ConfigError(f"{name}: {where}; fetch it with: hf download {name}")
     if name not in SHAPES:
-        raise ConfigError(_unknown(name))
+        longer = [known for known in SHAPES if known.endswith(f":{name}")]
+        hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)
+        kinds = f"a directory with config.json, a hub id such as Qwen/Qwen3-8B, or one of {', '.join(SHAPES)}"
+        kinds += "; for jzero plan and import also package.module:function"
+        raise ConfigError(f"model {name!r} is unknown: must be {kinds}{hint}")
     check_fields(type(SHAPES[name]), changes)
     return FoundModel(name, dataclasses.replace(SHAPES[name], **changes))
 
@@ -168,12 +175,3 @@ def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> De
         raise ConfigError(f"{name}: {files}; train all weights (jzero finetune: --method full)")
     lora = LoRAConfig(r=rank, lora_alpha=2 * rank, target_modules=[*modules], quantized=quantized)
     return dataclasses.replace(shape, lora=lora)
-
-
-def _unknown(name: str) -> str:
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # a hub id
-        return f"{name}: no such directory, and not in the cache of downloads; fetch it with: hf download {name}"
-    longer = [known for known in SHAPES if known.endswith(f":{name}")]
-    hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)
-    kinds = f"a directory with config.json, a hub id such as Qwen/Qwen3-8B, or one of {', '.join(SHAPES)}"
-    return f"model {name!r} is unknown: must be {kinds}; for jzero plan and import also package.module:function{hint}"

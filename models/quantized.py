@@ -69,8 +69,8 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     else:
         x = q.codes.astype(jnp.float32) / 127
     wide = [1] * len(out)
-    step, offset = (part.astype(jnp.float32).reshape(-1, *wide) for part in (q.step, q.offset))
-    scales = jnp.maximum(q.scales * step + offset, 1e-12)
+    scales = q.scales * q.step.astype(jnp.float32).reshape(-1, *wide) + q.offset.astype(jnp.float32).reshape(-1, *wide)
+    scales = jnp.maximum(scales, 1e-12)
     return (x.reshape(rows, -1, *out) * scales[:, None]).reshape(-1, *out).astype(dtype)
 
 

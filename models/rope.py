@@ -17,8 +17,6 @@ from jzero.errors import ConfigError
 
 
 class Rope(NamedTuple):
-    """The rotation of a kind of layers."""
-
     frequency: jax.Array  # the angles per position [R / 2], float32
     magnitude: float | jax.Array = 1.0  # the factor of the rotated vectors' length
 
@@ -68,8 +66,7 @@ class RopeScaling:
             return frequency
         return frequency * (kept + (1 - kept) / self.factor)
 
-    def _dimension(self, turns: float, theta: float, half: int) -> float:
-        """Return the dimension that makes so many turns in the original positions."""
+    def _dimension(self, turns: float, theta: float, half: int) -> float:  # of so many turns in `original` positions
         return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
 
     @property
@@ -84,8 +81,7 @@ class RopeScaling:
         return grown + 1
 
     @property
-    def latent_scale(self) -> float:
-        """The factor of the scores of latent attention, whose vectors are rotated in part."""
+    def latent_scale(self) -> float:  # of the scores of latent attention, whose vectors are rotated in part
         return (1 + 0.1 * (self.mscale_all or 0) * math.log(max(self.factor, 1))) ** 2
 
 

@@ -54,8 +54,7 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
         names |= {f"ends/future/{depth}/{leaf}": at + name for leaf, name in FUTURE.items()}
     rows += [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
     rows += [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
-    if "head_bias" in names:
-        rows += padded_rows(names["head_bias"], "ends/head_bias", c.vocab_size, shapes)
+    rows += padded_rows(names.get("head_bias", ""), "ends/head_bias", c.vocab_size, shapes)
     if not c.tied:
         rows += padded_rows(f"{names['head']}.weight", "ends/head/kernel", c.vocab_size, shapes, axis=1)
     if lacking := [name for name in (c.lora.target_modules if c.lora else ()) if name not in linear_modules(rows)]:
@@ -68,7 +67,7 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
 
 
 def padded_rows(name: str, leaf: str, size: int, shapes: Shapes, axis: int = 0) -> list[Row]:
-    """Describe a table whose entries after `size` along an axis are padding; matrices [in, out] are transposed."""
+    """Describe a table, if there is one; entries after `size` along an axis are padding; matrices are transposed."""
     if leaf not in shapes:
         return []
     whole = shapes[leaf][axis]
@@ -78,7 +77,7 @@ def padded_rows(name: str, leaf: str, size: int, shapes: Shapes, axis: int = 0) 
 
 def layer_rows(config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, path: str, numbers: range) -> list[Row]:
     """List the rows of the layers at a path, which have these `numbers` in files."""
-    c, stacked, names = config, path.startswith("stack"), {**NAMES, **(LATENT if config.latent else {}), **names}
+    c, stacked, names = config, path.startswith("stack"), {**(LATENT if config.latent else {}), **names}
     own = {leaf.removeprefix(f"{path}/"): x[stacked:] for leaf, x in shapes.items() if leaf.startswith(f"{path}/")}
     if c.latent:
         rows = module_rows(f"self_attn.{'q_b_proj' if c.latent.query_rank else 'q_proj'}", "attention/q_up", own)
