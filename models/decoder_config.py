@@ -46,7 +46,7 @@ class LatentConfig:
 
     rank: int  # the width of the latent
     plain: int  # dimensions of a head's queries and keys without RoPE
-    rotated: int  # those with it; all heads share the keys'
+    rotated: int  # dimensions with RoPE; all heads share those of the keys
     value: int  # the width of a head's values
     query_rank: int | None = None  # the width of another latent, for queries; None: they come from the layer's input
 
@@ -77,7 +77,7 @@ class DecoderConfig:
     rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE, repeated (SmolLM3); default: all
     max_positions: int | None = None  # positions are learned, one vector for each of so many (GPT-2)
     by_part: bool = False  # the matrix of queries, keys and values has them in turn, not head by head (GPT-2, BERT)
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # which matrices have biases; Qwen2: those of queries, keys and values
     out_bias: bool = False
     mlp_bias: bool = False
     # Queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for each
@@ -99,21 +99,21 @@ class DecoderConfig:
     gated: bool = True  # down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x)))
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     embed_scale: float = 1.0  # multiplies the embeddings (Gemma, Granite)
-    residual_scale: float = 1.0  # the outputs of attention and feed-forward layers (Granite)
-    logit_scale: float = 1.0  # the logits (Cohere, Granite)
-    attention_scale: float | None = None  # attention's scores; default: head_dim ** -0.5
+    residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward layers (Granite)
+    logit_scale: float = 1.0  # multiplies the logits (Cohere, Granite)
+    attention_scale: float | None = None  # multiplies attention's scores; default: head_dim ** -0.5
     attention_softcap: float | None = None  # bounds scores x by softcap * tanh(x / softcap) (Gemma 2)
-    logit_softcap: float | None = None  # so bounds the logits
+    logit_softcap: float | None = None  # bounds the logits in the same way (Gemma 2)
     sinks: bool = False  # each head has one more score, a parameter, that weighs no value (GPT-OSS)
     loss_tiles: int = 1  # the logits of one tile of the sequence exist at a time, for very long ones; see `jzero.tiled`
-    mlp_tiles: int = 1  # so does the inner part of the feed-forward layer
+    mlp_tiles: int = 1  # likewise for the feed-forward layer
     lora: LoRAConfig | None = None  # low-rank adapters of the layers' matrices
     latent: LatentConfig | None = None  # with it, queries, keys and values have other shapes (DeepSeek-V2 and V3)
     mixture: MixtureConfig | None = None  # experts instead of the feed-forward layers (Mixtral, Qwen3-MoE)
     dense_layers: tuple[int, ...] = ()  # the numbers of layers without the mixture (DeepSeek: the first ones)
-    future_layers: int = 0  # predict further tokens from the output of the layers, for the loss alone (DeepSeek-V3)
-    future_weight: float = 0.3  # of the mean of their losses in the loss
-    # `from_hf` read the shape from it; the rest of its config.json goes back with the weights.
+    future_layers: int = 0  # layers that predict further tokens, for the loss alone (MTP of DeepSeek-V3)
+    future_weight: float = 0.3  # what the mean of their losses counts in the loss
+    # From which `from_hf` read the shape; the rest of its config.json goes back with the weights.
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ
