@@ -3,12 +3,7 @@
 One program serves Llama (Touvron et al., arXiv:2302.13971) and the other families of models/families.py; the fields of
 `DecoderConfig` are their differences.
 
-Shape suffixes, as in `x_BSD`:
-
-    B  batch                 H  query heads              F  feed-forward width
-    S  sequence              K  key-value heads, K <= H  V  vocabulary, padded
-    D  model width           C  width of a head          1  a broadcast axis
-                             G  query heads that share a key-value head, H / K
+Shape suffixes are those of models/attention.py, and V: the vocabulary, padded.
 """
 
 from __future__ import annotations
@@ -20,19 +15,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.attention_kernels import Attend, kernel_note
 from jzero.loss import Mean
 from jzero.pipeline import vocab_parallel
 
-from .attention import Cache, Carry, Decoding, Hidden, KVCache
+from .attention import Cache, Carry, Decoding, KVCache, linear_of
 from .config_json import weights_table
-from .decoder_attention import linear_of
-from .decoder_block import Block, LayerGroup, times
 from .decoder_config import DecoderConfig
 from .moe import METRICS
 from .norms import make_norm
 from .rope import learned_positions
-from .transformer import Transformer, check_tokens, column, plain, stacked
+from .transformer import Block, LayerGroup, Transformer, column, stacked, times
 
 
 class Decoder(Transformer):
@@ -59,15 +51,14 @@ class Decoder(Transformer):
         if c.future_layers:
             self.future = nnx.List([FutureLayer(c, rngs=rngs) for _ in range(c.future_layers)])
 
-    def prefix(self, batch: dict[str, Any]) -> Hidden:
+    def prefix(self, batch: dict[str, Any]) -> Carry:
         tokens_BS, layer, positions = column(batch, "inputs"), self.first_layer, None
         segments_BS = batch.get("segments")
         if self.config.max_positions:
             positions = learned_positions(tokens_BS.shape[1], self.config.max_positions, segments_BS)
         x_BSD = self.embedded(tokens_BS, positions)
         metrics = {name: jnp.zeros((), jnp.float32) for name in METRICS} if self.config.mixture else None
-        alone = segments_BS is None and layer is None and metrics is None
-        x = x_BSD if alone else Carry(x_BSD, segments_BS, layer, metrics)
+        x = Carry(x_BSD, segments_BS, layer, metrics)
         return self.first(x) if hasattr(self, "first") else x
 
     def embedded(self, tokens_BS: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -77,37 +68,34 @@ class Decoder(Transformer):
         return times(x_BSD, self.config.embed_scale)
 
     @property
-    def first_layer(self) -> jax.Array | None:
-        """The first index of a layer, if it decides what a layer computes."""
+    def first_layer(self) -> jax.Array | None:  # its index, if that decides what a layer computes
         c = self.config
         return jnp.int32(0) if c.global_layers or (c.rope_layers and c.has_rope) else None
 
     @property
     def has_aux(self) -> bool:
-        """Whether the suffix returns metrics beside the loss."""
         return self.config.mixture is not None or self.config.future_layers > 0
 
-    def suffix(self, x: Hidden, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
+    def suffix(self, x: Carry, batch: dict[str, jax.Array]) -> Mean | tuple[Mean, dict[str, Any]]:
         """Return the tokens' mean cross-entropy; of a mixture, and of tokens further ahead, (the loss, its metrics)."""
-        carry, c = x if isinstance(x, Carry) else Carry(x), self.config
-        loss = self.cross_entropy(carry.x_BSD, batch)
+        c, loss = self.config, self.cross_entropy(x.x_BSD, batch)
         if not self.has_aux:
             return loss
         total, metrics = loss.sum, dict[str, Any](cross_entropy=loss)
         if c.future_layers:
-            future, carry = self.future_loss(carry, batch)
+            future, x = self.future_loss(x, batch)
             total += c.future_weight * future
             metrics["future_loss"] = Mean(future, loss.count)
-        if c.mixture and carry.metrics:
+        if c.mixture and x.metrics:
             layers = c.num_layers - len(c.dense_layers) + c.future_layers
-            means = {name: total / layers for name, total in carry.metrics.items()}
+            means = {name: total / layers for name, total in x.metrics.items()}
             total += c.mixture.balance * means["balance_loss"] * loss.count
             metrics |= means
         return Mean(total, loss.count), metrics
 
     def future_loss(self, carry: Carry, batch: dict[str, jax.Array]) -> tuple[jax.Array, Carry]:
         """Sum the mean of the future layers' losses [], as the main loss over the same count (eq. 24 and 25)."""
-        tokens_BS, labels_BS = (column(batch, name) for name in ("inputs", "labels"))
+        tokens_BS, labels_BS = column(batch, "inputs"), column(batch, "labels")
         losses, carry = [], carry._replace(x_BSD=self.norm(carry.x_BSD))
         for depth, layer in enumerate(self.future):
             tokens, labels = ahead(tokens_BS, labels_BS, carry.segments_BS, depth + 1)
@@ -125,26 +113,23 @@ class Decoder(Transformer):
                 x_BSD, self.head_DV, labels_BS, vocab_size=c.vocab_size, softcap=c.logit_softcap, tiles=c.loss_tiles
             )
 
-    def outputs(self, x: Hidden, batch: Any = None) -> jax.Array:
+    def outputs(self, x: Carry, batch: Any = None) -> jax.Array:
         """Compute the logits [B, S, vocab_size] in float32 from the stack's output."""
         cap = self.config.logit_softcap
-        logits = vocab_parallel.logits(self.final(plain(x)), self.head_DV).astype(jnp.float32)
+        logits = vocab_parallel.logits(self.final(x.x_BSD), self.head_DV).astype(jnp.float32)
         logits = logits[..., : self.config.vocab_size]
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def final(self, x_BSD: jax.Array) -> jax.Array:
-        """Normalise the stack's output; its product with the head are the logits."""
         return times(self.norm(x_BSD), self.config.logit_scale)
 
     def make_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Make the empty cache of a layer of the stack for generation, see `jzero.model`."""
         if most := self.config.max_positions:
             learned_positions(length, most)  # checks the length
         group = [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[1]]
         return group if len(group) > 1 else group[0]
 
     def make_prefix_cache(self, rows: int, length: int, dtype: jnp.dtype) -> list[Cache]:
-        """Make the empty caches of the layers before the stack."""
         return [self._empty(rows, length, dtype) for _ in self.config.layer_ranges[0]]
 
     def _empty(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
@@ -161,27 +146,11 @@ class Decoder(Transformer):
 
     def decode_suffix(self, x: Decoding) -> jax.Array:
         """Compute the logits [B, vocab_size] of each row's last token."""
-        return self.outputs(x.x_BSD[:, -1:])[:, 0]
-
-    def check_batch(self, batch: dict[str, Any]) -> None:
-        """Raise a ConfigError for tokens outside the vocabulary, see `jzero.model`."""
-        check_tokens(batch, self.config.vocab_size)
-
-    def report_notes(self, dtype: jnp.dtype) -> list[str]:
-        """Return the lines for the run report, given the compute dtype."""
-        c = self.config
-        _, names = weights_table(c)
-        choice: Attend = "xla" if c.sinks else c.attention
-        note = kernel_note(choice, dtype, c.head_dim, c.attention_softcap, causal=c.window is None and not c.latent)
-        return [f"{note}: cuDNN has no sinks" if c.sinks else note, *names]
-
-    def weights_layout(self) -> dict[str, Any] | None:
-        """Describe the parameters in `transformers`, see `jzero.weights.name_map`; None if no class there has them."""
-        return weights_table(self.config)[0]
+        return self.outputs(Carry(x.x_BSD[:, -1:]))[:, 0]
 
     def __call__(self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None) -> jax.Array:
         """Compute logits [B, S, vocab_size] in float32, without remat or parallelism: for evaluation and generation."""
-        return self.outputs(self.through(self.prefix({"inputs": tokens_BS, "segments": segments_BS})))
+        return self.outputs(Carry(self.through(self.prefix({"inputs": tokens_BS, "segments": segments_BS}))))
 
     @property
     def head_DV(self) -> jax.Array:
@@ -193,15 +162,11 @@ class Decoder(Transformer):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """{parameter: its vocabulary dimension}: a pipeline divides these among its stages."""
         return {"embed": 0} if self.config.tied else {"embed": 0, "head/kernel": 1}
 
 
 class FutureLayer(nnx.Module):
-    """A layer that predicts a token further ahead (DeepSeek-AI, arXiv:2412.19437, section 2.2).
-
-    Its input is made of the state before it and the embedding of a token that comes later.
-    """
+    """A layer that predicts a token further ahead (DeepSeek-AI, arXiv:2412.19437, section 2.2)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.embed_norm, self.state_norm = make_norm(config, rngs), make_norm(config, rngs)
@@ -212,7 +177,6 @@ class FutureLayer(nnx.Module):
     def __call__(self, carry: Carry, embedded_BSD: jax.Array) -> Carry:
         both = jnp.concatenate([self.embed_norm(embedded_BSD), self.state_norm(carry.x_BSD)], axis=-1)
         after = self.block(carry._replace(x_BSD=self.join(both)))
-        assert isinstance(after, Carry)
         return after._replace(x_BSD=self.norm(after.x_BSD))
 
 

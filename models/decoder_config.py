@@ -1,4 +1,4 @@
-"""The shape of a decoder, and in what one family of decoders differs from another."""
+"""The shapes of models: of decoders, with all in what families differ, and of encoders, which have some of it."""
 
 from __future__ import annotations
 
@@ -22,41 +22,19 @@ from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .rope import RopeScaling
 
-
-def padded(size: int, multiple: int) -> int:
-    """Round up to a multiple.
-
-    >>> padded(50257, 128), padded(64, 64)
-    (50304, 64)
-    """
-    if multiple < 1:
-        raise ConfigError(f"pad_vocab_to = {multiple}: must be at least 1, which does not pad")
-    return -(-size // multiple) * multiple
-
-
 OF_EXPERTS = re.compile("mlp/(gate_up|down)(_bias)?$")  # a token uses some of the experts
-NOT_LATENT = (
-    "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width",
-)  # fmt: skip
-
-
-# What GPT-2, BERT and ViT have in common.
-GPT_BLOCKS: dict[str, Any] = {
-    "norm": "layer", "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "by_part": True,
-    "rope_layers": (False,),
-}  # fmt: skip
+NOT_LATENT = "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width"
 
 
 def check_fields(config: type, changes: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for changes to fields that a config does not have."""
-    fields = [field.name for field in dataclasses.fields(config)]
+    """Refuse changes to fields that a config does not have."""
+    fields = [field.name for field in dataclasses.fields(config) if field.init]
     problems = []
-    for name in changes.keys() - set(fields):
-        close = closest(name, fields)
-        fix = f"did you mean {close}?" if close else f"it has {', '.join(fields)}"
+    for name in sorted(changes.keys() - {*fields}):
+        fix = f"did you mean {close}?" if (close := closest(name, fields)) else f"it has {', '.join(fields)}"
         problems.append(f"{name} = {changes[name]!r}: {config.__name__} has no such field; {fix}")
     if problems:
-        raise ConfigError(*sorted(problems))
+        raise ConfigError(*problems)
 
 
 @dataclass(frozen=True)
@@ -64,131 +42,89 @@ class LatentConfig:
     """The shape of latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     All heads' keys and values come from one short vector of a token, its latent.
-
-    Attributes:
-      rank: the width of the latent.
-      plain, rotated: the dimensions of a head's queries and keys without RoPE, and with it; all heads share the
-        rotated ones of the keys.
-      value: the width of a head's values.
-      query_rank: the width of another latent, for the queries; None: they come from the layer's input.
     """
 
-    rank: int
-    plain: int
-    rotated: int
-    value: int
-    query_rank: int | None = None
+    rank: int  # the width of the latent
+    plain: int  # dimensions of a head's queries and keys without RoPE
+    rotated: int  # dimensions with RoPE; all heads share those of the keys
+    value: int  # the width of a head's values
+    query_rank: int | None = None  # the width of another latent, for queries; None: they come from the layer's input
 
 
 @dataclass(frozen=True, repr=False)
 class DecoderConfig:
-    """The shape of a decoder; the defaults are Llama's.
-
-    Attributes:
-      attention: the kernel: "auto" is FlashAttention-3 or cuDNN's fused one where they can be used, and XLA's
-        otherwise; "flash_attention_3" needs a Hopper GPU, heads of 128 and the extra `flash`.
-      family: a key of `FAMILIES` in models/families.py: whose names the weights have in files.
-      head_width: default: d_model / num_heads.
-      pad_vocab_to: the embedding and the head get a multiple of this many rows; the loss ignores the additional ones,
-        and files do not have them.
-      rope_scaling: stretches the frequencies of rope_theta.
-      partial_rotary: the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi, StableLM).
-      interleaved_rope: neighbours are rotated together, and not one dimension of each half (Cohere, GLM).
-      rope_layers: which layers have RoPE, repeated: (True, True, True, False) for SmolLM3; default: all.
-      max_positions: positions are learned, one vector for each of so many (GPT-2).
-      by_part: queries, keys and values are the first dimension of the parameter that makes them, and not a part of each
-        key-value head (GPT-2, BERT, ViT).
-      qkv_bias, out_bias, mlp_bias: which matrices have biases (Qwen2: queries, keys and values).
-      qk_norm: queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for
-        each (Cohere, StableLM), over all heads together (OLMo 2), or without a scale where there is RoPE (Llama 4).
-      window: tokens see only the last `window` tokens (Mistral).
-      global_layers: which layers have no window, repeated: (False, True) for Gemma 2; default: none.
-      chunked: a window is the `window` tokens of a chunk; chunks begin with the document (Llama 4).
-      temperature: (strength, floor): in layers without RoPE, the query at position i of a document is multiplied by
-        1 + strength * log(1 + floor((i + 1) / floor)) (Llama 4; Nakanishi, arXiv:2501.19399).
-      local_theta: the RoPE base of the layers with a window, without scaling; default: as the others.
-      norm: "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
-      norms: where attention and feed-forward layers have them: before, after the layer (OLMo 2), both (Gemma 2), or
-        of the sum after it (BERT).
-      parallel: attention and feed-forward layer see the same input, with one norm (Cohere) or one each (GPT-NeoX).
-      gated: the feed-forward layer is down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x))).
-      embed_scale, residual_scale, logit_scale: multiply the embeddings (Gemma, Granite), the outputs of attention and
-        feed-forward layers (Granite), and the logits (Cohere, Granite).
-      attention_scale: multiplies attention's scores; default: head_dim ** -0.5.
-      attention_softcap, logit_softcap: bounds x by softcap * tanh(x / softcap) (Gemma 2).
-      sinks: each head has one more score, a parameter, that weighs no value (GPT-OSS).
-      loss_tiles, mlp_tiles: the logits, and the feed-forward layer, of one tile of the sequence exist at a time, for
-        very long sequences; see `jzero.tiled`.
-      lora: low-rank adapters beside the layers' matrices.
-      latent: latent attention, with which queries, keys and values have other shapes (DeepSeek-V2 and V3).
-      mixture: experts instead of the feed-forward layers; d_ff is then that of `dense_layers` (Mixtral, Qwen3-MoE).
-      dense_layers: the numbers of layers without the mixture (DeepSeek: the first ones).
-      future_layers: layers that predict further tokens from the layers' output, for the loss alone (DeepSeek-V3's MTP).
-      future_weight: what the mean of their losses counts in the loss.
-      download: from which `from_hf` read the shape; the rest of its config.json goes back with the weights.
-    """
+    """The shape of a decoder; the defaults are Llama's."""
 
     num_layers: int
     d_model: int
     num_heads: int
     num_kv_heads: int
-    d_ff: int
+    d_ff: int  # with a mixture, that of the `dense_layers`
     vocab_size: int = 32_000
     _: KW_ONLY
     tied: bool = False
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    # The kernel: "auto" is FlashAttention-3 or cuDNN's fused one where they can be used, and XLA's otherwise;
+    # "flash_attention_3" needs a Hopper GPU, heads of 128 and the extra `flash`.
     attention: Attend = "auto"
-    family: str = "llama"
-    head_width: int | None = None
-    pad_vocab_to: int = 1
-    rope_scaling: RopeScaling | None = None
-    partial_rotary: float = 1.0
-    interleaved_rope: bool = False
-    rope_layers: tuple[bool, ...] | None = None
-    max_positions: int | None = None
-    by_part: bool = False
-    qkv_bias: bool = False
+    family: str = "llama"  # a key of `FAMILIES` in models/families.py: whose names the weights have in files
+    head_width: int | None = None  # default: d_model / num_heads
+    pad_vocab_to: int = 1  # embedding and head get a multiple of so many rows; the loss and files ignore the others
+    rope_scaling: RopeScaling | None = None  # stretches the frequencies of rope_theta
+    partial_rotary: float = 1.0  # the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi)
+    interleaved_rope: bool = False  # rotates neighbours together, and not one dimension of each half (Cohere, GLM)
+    rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE, repeated (SmolLM3); default: all
+    max_positions: int | None = None  # positions are learned, one vector for each of so many (GPT-2)
+    by_part: bool = False  # the matrix of queries, keys and values has them in turn, not head by head (GPT-2, BERT)
+    qkv_bias: bool = False  # which matrices have biases; Qwen2: those of queries, keys and values
     out_bias: bool = False
     mlp_bias: bool = False
+    # Queries and keys are normalised per head, with a scale that all heads share (Qwen3, Gemma 3) or one for each
+    # (Cohere, StableLM), over all heads together (OLMo 2), or without a scale where there is RoPE (Llama 4).
     qk_norm: Literal["shared", "each", "all", "unscaled"] | None = None
-    window: int | None = None
-    global_layers: tuple[bool, ...] | None = None
-    chunked: bool = False
+    window: int | None = None  # tokens see only the last `window` tokens (Mistral)
+    global_layers: tuple[bool, ...] | None = None  # which layers have no window, repeated (Gemma 2); default: none
+    chunked: bool = False  # a window is the `window` tokens of a chunk; chunks begin with the document (Llama 4)
+    # (strength, floor): in layers without RoPE, the query at position i of a document is multiplied by
+    # 1 + strength * log(1 + floor((i + 1) / floor)) (Llama 4; Nakanishi, arXiv:2501.19399).
     temperature: tuple[float, int] | None = None
-    local_theta: float | None = None
+    local_theta: float | None = None  # RoPE's base in layers with a window, without scaling; default: as the others
+    # "offset_rms" has the scale minus one as its parameter (Gemma); "layer_unbiased" has no bias (Cohere).
     norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "rms"
+    # Before attention and feed-forward layers, after them (OLMo 2), both (Gemma 2), or of the sum after them (BERT).
     norms: Literal["before", "after", "both", "sum"] = "before"
+    # Attention and feed-forward layer see the same input, with one norm (Cohere) or one each (GPT-NeoX).
     parallel: Literal["one_norm", "two_norms"] | None = None
-    gated: bool = True
+    gated: bool = True  # down(activation(gate(x)) * up(x)), and otherwise down(activation(up(x)))
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    embed_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    sinks: bool = False
-    loss_tiles: int = 1
-    mlp_tiles: int = 1
-    lora: LoRAConfig | None = None
-    latent: LatentConfig | None = None
-    mixture: MixtureConfig | None = None
-    dense_layers: tuple[int, ...] = ()
-    future_layers: int = 0
-    future_weight: float = 0.3
+    embed_scale: float = 1.0  # multiplies the embeddings (Gemma, Granite)
+    residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward layers (Granite)
+    logit_scale: float = 1.0  # multiplies the logits (Cohere, Granite)
+    attention_scale: float | None = None  # multiplies attention's scores; default: head_dim ** -0.5
+    attention_softcap: float | None = None  # bounds scores x by softcap * tanh(x / softcap) (Gemma 2)
+    logit_softcap: float | None = None  # bounds the logits in the same way (Gemma 2)
+    sinks: bool = False  # each head has one more score, a parameter, that weighs no value (GPT-OSS)
+    loss_tiles: int = 1  # the logits of one tile of the sequence exist at a time, for very long ones; see `jzero.tiled`
+    mlp_tiles: int = 1  # likewise for the feed-forward layer
+    lora: LoRAConfig | None = None  # low-rank adapters of the layers' matrices
+    latent: LatentConfig | None = None  # with it, queries, keys and values have other shapes (DeepSeek-V2 and V3)
+    mixture: MixtureConfig | None = None  # experts instead of the feed-forward layers (Mixtral, Qwen3-MoE)
+    dense_layers: tuple[int, ...] = ()  # the numbers of layers without the mixture (DeepSeek: the first ones)
+    future_layers: int = 0  # layers that predict further tokens, for the loss alone (MTP of DeepSeek-V3)
+    future_weight: float = 0.3  # what the mean of their losses counts in the loss
+    # From which `from_hf` read the shape; the rest of its config.json goes back with the weights.
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ
     row_length: ClassVar[int | None] = None  # rows are padded after as many positions; None: they are not
-    owner: ClassVar[type | None] = None  # the class that errors name; None: this one
 
     def __post_init__(self):
         dense = tuple(sorted({number for number in self.dense_layers if number < self.num_layers}))
         object.__setattr__(self, "dense_layers", dense)  # num_layers may have become smaller
         for is_wrong, problem in self._checks():
             if is_wrong:
-                raise ConfigError(f"{(self.owner or type(self)).__name__}: {problem}")
+                raise ConfigError(f"{type(self).__name__}: {problem}")
 
     def _checks(self) -> Iterator[tuple[Any, str]]:
         """Yield what does not go together, each as (whether the fields have it, the problem and its fix)."""
@@ -199,6 +135,7 @@ class DecoderConfig:
             ("2 must divide the rotated width of a head, for RoPE", c.rotary_width, 2),
         ):
             yield whole % part, f"{words}, but {part} does not divide {whole}"
+        yield c.pad_vocab_to < 1, f"pad_vocab_to = {c.pad_vocab_to}: must be at least 1, which does not pad"
         wide, all_dense = not c.window, c.mixture is None or len(dense) == c.num_layers
         yield wide and c.global_layers, f"global_layers = {c.global_layers} needs a window, for the other layers"
         lacking = [key for key in NOT_LATENT if getattr(c, key)] + ["partial_rotary"] * (c.partial_rotary != 1)
@@ -231,8 +168,7 @@ class DecoderConfig:
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     @property
-    def num_groups(self) -> int:
-        """Query heads that share a key-value head."""
+    def num_groups(self) -> int:  # query heads that share a key-value head
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -243,24 +179,20 @@ class DecoderConfig:
 
     @property
     def rotary_width(self) -> int:
-        """The dimensions of a head that RoPE rotates."""
         return self.latent.rotated if self.latent else int(self.head_dim * self.partial_rotary) * self.has_rope
 
     @property
     def has_rope(self) -> bool:
-        """Whether any layer has RoPE."""
         return not self.rope_layers or any(self.rope_layers)
 
     def of_layer(self, number: int) -> DecoderConfig:
-        """Return the config of a layer, which has a mixture or none."""
         return dataclasses.replace(self, mixture=None, dense_layers=()) if number in self.dense_layers else self
 
     @property
     def layer_ranges(self) -> tuple[range, list[range]]:
         """(The numbers of the layers before the stack, those of the layers that are one layer of the stack).
 
-        One program runs all layers of the stack. If layers differ, the first ones come before it, and several that
-        follow each other are one layer of it: as few as the pattern allows.
+        One program runs all layers of the stack. If they differ, it has as few layers of several as the pattern allows.
         """
         layers = range(self.num_layers)
         dense = [number in self.dense_layers for number in layers]
@@ -280,41 +212,126 @@ class DecoderConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """The rows of the embedding, padding included."""
-        return padded(self.vocab_size, self.pad_vocab_to)
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters without adapters, by the names of their leaves."""
-        from .decoder import Decoder  # which imports this module
+        from .named import module_of  # which imports this module
 
         plain = dataclasses.replace(self, lora=None)
-        return nnx.eval_shape(lambda: Decoder(plain, rngs=nnx.Rngs(0))).shapes
+        return nnx.eval_shape(lambda: module_of(plain)(plain, rngs=nnx.Rngs(0))).shapes
 
     @property
-    def num_parameters(self) -> int:
-        """Count the parameters without adapters, embedding and head included."""
+    def num_parameters(self) -> int:  # without adapters
         return sum(map(prod, self.shapes.values()))
 
     def flops_per_token(self, sequence: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recomputation.
 
         That is 6 per parameter that a token uses, outside the input embedding (a lookup), and 12 * width of the heads *
-        keys that a token sees, on average, for attention's two products: half the sequence, half a chunk, or less with
-        a window.
+        keys that a token sees, on average, for attention's two products.
         """
         share = self.mixture.top_k / self.mixture.num_experts if self.mixture else 1
-        lookups = {"ends/positions"} if self.tied else {"ends/positions", "ends/embed"}
-        used = self.future_layers * self.d_model * self.vocab_rows + sum(
-            prod(shape) * (share if OF_EXPERTS.search(name) else 1)
-            for name, shape in self.shapes.items()
-            if name not in lookups
-        )
+        lookups = {"ends/positions", "ends/types", *(() if self.tied else ("ends/embed",))}
+        sizes = {name: prod(shape) for name, shape in self.shapes.items() if name not in lookups}
+        used = sum(size * (share if OF_EXPERTS.search(name) else 1) for name, size in sizes.items())
+        used += self.future_layers * self.d_model * self.vocab_rows
         window = min(self.window or sequence, sequence)
         pattern = self.global_layers or (not self.window,)
         wide = sum(pattern[i % len(pattern)] for i in range(self.num_layers))
         chunks, rest = divmod(sequence, window)
         near = (chunks * window**2 + rest**2) / 2 if self.chunked else window * sequence - window**2 / 2
-        keys = wide * sequence / 2 + (self.num_layers - wide) * near / sequence
+        keys = wide * sequence / (1 + self.causal) + (self.num_layers - wide) * near / sequence
         widths = self.head_dim + (self.latent.value if self.latent else self.head_dim)
         return 6.0 * used + 6.0 * self.num_heads * widths * keys
+
+
+@dataclass(frozen=True, repr=False)
+class GPT2Config(DecoderConfig):
+    """The shape of a GPT-2: `DecoderConfig` has the fields; a head has its own keys and values.
+
+    >>> GPT2Config(12, 768, 12, 3072, pad_vocab_to=128).vocab_rows
+    50304
+    """
+
+    num_kv_heads: int = dataclasses.field(init=False)
+    vocab_size: int = 50257
+    _: KW_ONLY
+    tied: bool = True
+    family: str = "gpt2"
+    max_positions: int | None = 1024
+    rope_layers: tuple[bool, ...] | None = (False,)
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    by_part: bool = True
+    norm: Literal["rms", "offset_rms", "layer", "layer_unbiased"] = "layer"
+    gated: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_kv_heads", self.num_heads)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, repr=False)
+class EncoderConfig(GPT2Config):
+    """The shape of an encoder: GPT-2's blocks, whose tokens see all others."""
+
+    _: KW_ONLY
+    norm_eps: float = 1e-12
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
+
+    causal = False
+
+    def _checks(self) -> Iterator[tuple[Any, str]]:
+        yield from super()._checks()
+        free = ("norm_eps", "attention", "pad_vocab_to", "max_positions", "download")
+        fixed = {field.name for field in dataclasses.fields(DecoderConfig) if field.kw_only} - {*free}
+        other = [f.name for f in dataclasses.fields(self) if f.name in fixed and getattr(self, f.name) != f.default]
+        yield other, f"encoders have no choice of {', '.join(other)}; leave them out"
+
+
+@dataclass(frozen=True, repr=False)
+class BertConfig(EncoderConfig):
+    """The shape of a BERT."""
+
+    vocab_size: int = 30522
+    _: KW_ONLY
+    family: str = "bert"
+    max_positions: int | None = 512
+    norms: Literal["before", "after", "both", "sum"] = "sum"
+    num_types: int = 2
+
+
+@dataclass(frozen=True, repr=False)
+class ViTConfig(EncoderConfig):
+    """The shape of a ViT for square images.
+
+    >>> ViTConfig(12, 768, 12, 3072).num_patches
+    196
+    """
+
+    vocab_size: int = dataclasses.field(default=0, init=False, repr=False)
+    _: KW_ONLY
+    family: str = "vit"
+    max_positions: int | None = None
+    num_classes: int = 1000
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def row_length(self) -> int | None:  # type: ignore[override]
+        """How many positions count, if their number is odd: cuDNN refuses it, and each layer would pad and cut."""
+        return None if self.num_patches % 2 else self.num_patches + 1

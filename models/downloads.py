@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,51 +28,32 @@ class Download:
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Download:
-        """Read a config.json: the file, its directory, the name of a model in the Hub's local cache, or the content.
-
-        Raises:
-          ConfigError: it cannot be read.
-        """
+        """Read a config.json: the file, its directory, the name of a model in the Hub's local cache, or the content."""
         there, directory = source, None
         if not isinstance(there, Mapping):
             path = from_cache(there)
-            there, directory = _read(path), os.path.abspath(path if os.path.isdir(path) else path.parent)
+            path = path / "config.json" if os.path.isdir(path) else path
+            there, directory = _read(path), os.path.abspath(path.parent)
         name, text = TEXT.get(there.get("model_type", "")), there.get("text_config")
         if name and isinstance(text, Mapping):
             ids = {key: there[key] for key in IDS if there.get(key) is not None}
             there = {**text, **ids, "model_type": name}
         return cls(dict(there), directory)
 
-    def table(self, vocab_size: int | None = None) -> dict[str, Any]:
+    def table(self, vocab_size: int) -> dict[str, Any]:
         """Return the entry `download` of a `weights_layout`, see `jzero.weights.name_map`.
 
-        Args:
-          vocab_size: of the model; special tokens outside of it are left out, since `transformers` refuses them.
+        Special tokens outside of a model's `vocab_size` are left out, since `transformers` refuses them.
         """
         kept = {key: value for key, value in self.config.items() if key not in OWN}
-        for key in kept.keys() & set(IDS) if vocab_size is not None else ():
+        for key in kept.keys() & set(IDS) if vocab_size else ():
             ids = kept[key] if isinstance(kept[key], list) else [kept[key]]
             inside = [x for x in ids if x is None or x < vocab_size]
             kept[key] = kept[key] if inside == ids else inside or None
         return {"config": json.loads(json.dumps(kept, default=str)), "directory": self.directory}
 
 
-def config_problems(
-    there: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str], needs: Mapping[str, Any]
-) -> list[str]:
-    """List needed keys that a config.json lacks, counts that are no positive integers, and values other than `needs`.
-
-    Args:
-      there: its content, with the values of keys that it may lack.
-    """
-    wrong = {key: "a positive integer" for key in counts if type(there.get(key, 1)) is not int or there.get(key, 1) < 1}
-    wrong |= {key: repr(value) for key, value in needs.items() if there.get(key, value) != value}
-    problems = [f"config.json has no {key}" for key in needed if key not in there]
-    return problems + [f"config.json has {key} = {there[key]!r}: must be {value}" for key, value in wrong.items()]
-
-
 def _read(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if os.path.isdir(path) else path
     try:
         there = json.loads(path.read_text())
         if not isinstance(there, dict):
@@ -80,8 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
         return there
     except FileNotFoundError:
         written = path.parent / "model"  # by `jzero finetune`
-        is_there = path.name == "config.json" and (written / "config.json").exists()
-        hint = f"; {written} has one" if is_there else ""
+        hint = f"; {written} has one" if path.name == "config.json" and (written / "config.json").exists() else ""
         raise ConfigError(no_such_directory(path, "file or directory") + hint) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

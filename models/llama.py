@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jzero.errors import ConfigError
 
@@ -35,4 +34,4 @@ def preset(name: str, **changes) -> LlamaConfig:
     if name not in PRESETS:
         raise ConfigError(f"Llama preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     check_fields(type(PRESETS[name]), changes)
-    return dataclasses.replace(PRESETS[name], **changes)
+    return replace(PRESETS[name], **changes)

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jzero.errors import ConfigError
 
-from .quantized import Kind, quantize_kernel, quantized_matmul
+from .quantized import Kind, quantize, quantized_matmul
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -28,17 +28,12 @@ class LoRAConfig:
     """The adapters of a decoder, in the words of peft's `LoraConfig`, with its defaults.
 
     A module with an adapter computes W x + (lora_alpha / r) B A x. B starts at zero.
-
-    Attributes:
-      r: the rank.
-      target_modules: the modules with an adapter; "all-linear" stands for all of `MODULES`.
-      quantized: the layers' matrices, which are frozen, are kept in 4 bits (NF4) or 8; see models/quantized.py.
     """
 
-    r: int = 8
+    r: int = 8  # the rank
     lora_alpha: float = 8
-    target_modules: Sequence[str] = ("q_proj", "v_proj")
-    quantized: Kind | None = None
+    target_modules: Sequence[str] = ("q_proj", "v_proj")  # "all-linear" stands for all of `MODULES`
+    quantized: Kind | None = None  # the layers' matrices are frozen, in 4 bits (NF4) or 8; see models/quantized.py
 
     def __post_init__(self):
         asked = self.target_modules
@@ -61,13 +56,8 @@ class LoRAConfig:
 class FusedLinear(nnx.LinearGeneral):
     """A linear layer that computes several modules in one product: its kernel [in, *shape] is cut along one dimension.
 
-    The adapter of q_proj is q_proj/lora_a [in, r], q_proj/lora_b [r, out]; out is in the order of the kernel's part.
-
-    Args:
-      shape: of the outputs, without rows and sequence.
-      cut: the dimension of `shape` along which the modules lie.
-      widths: module -> its width along that dimension.
-      options: of nnx.LinearGeneral.
+    The modules lie along the dimension `cut` of the outputs' `shape`, and have `widths` there. The adapter of q_proj is
+    q_proj/lora_a [in, r], q_proj/lora_b [r, out]; out is in the order of the kernel's part.
     """
 
     def __init__(
@@ -81,7 +71,10 @@ class FusedLinear(nnx.LinearGeneral):
         for name, width in self.widths:
             if lora and name in lora.target_modules:
                 setattr(self, name, nnx.LoRA(d_in, lora.r, width * other, a_initializer=start_a, rngs=rngs))
-        quantize_kernel(self, lora.quantized if lora else None)
+        if lora and lora.quantized:  # the parameters of the quantised matrix take the place of the kernel
+            for name, value in quantize(self.kernel[...], lora.quantized)._asdict().items():
+                setattr(self, name, nnx.Param(value))
+            del self.kernel
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> tuple[jax.Array, ...]:  # type: ignore[override]
         """Return one array for each module, [..., *shape] with its width along the cut dimension."""
@@ -127,7 +120,7 @@ class FusedLinear(nnx.LinearGeneral):
 
 
 class LoRALinear(FusedLinear):
-    """A linear layer of one module with an adapter: that of o_proj is o_proj/lora_a [in, r], o_proj/lora_b [r, out]."""
+    """A linear layer of one module with an adapter, or a quantised matrix."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:  # type: ignore[override]
         return super().__call__(inputs, out_sharding)[0]
@@ -156,6 +149,5 @@ def adapters_table(lora: LoRAConfig, rows: Iterable[Mapping[str, Any]]) -> dict[
     }  # fmt: skip
     # The tensors show the modules, and dropout changes only the training.
     may_differ = ["task_type", "base_model_name_or_path", "inference_mode", "target_modules", "lora_dropout"]
-    return {
-        "scale": lora.scale, "matrices": matrices, "tensors": tensors, "config": config, "may_differ": may_differ
-    }  # fmt: skip
+    table = {"scale": lora.scale, "matrices": matrices, "tensors": tensors}
+    return {**table, "config": config, "may_differ": may_differ}

@@ -1,14 +1,13 @@
 """The feed-forward layer of a mixture of experts (Mixtral, arXiv:2401.04088; Qwen3-MoE, arXiv:2505.09388; the router of
 DeepSeek-V3, arXiv:2412.19437).
 
-Shape suffixes beside those of `decoder`: E experts, N experts of a token, F width of an expert.
+Shape suffixes besides those of models/attention.py: E experts, N experts of a token, F width of an expert.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -25,42 +24,24 @@ METRICS = ("balance_loss", "drop_rate")
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """The shape of a mixture of experts, in the place of a feed-forward layer.
+    """The shape of a mixture of experts, in the place of a feed-forward layer."""
 
-    Attributes:
-      num_experts: experts of a layer.
-      top_k: experts of a token.
-      width: inner width of an expert.
-      normalize: divides the weights of a token's experts by their sum; Mixtral always does.
-      score: of the router, see `jzero.route`.
-      scale: multiplies the weights.
-      groups: the experts of a token are of its best groups, see `jzero.route` (DeepSeek).
-      shared: inner width of one more expert, which all tokens use; 0: there is none.
-      shared_gate: multiplies that expert's output by a sigmoid, of a product of its own (Qwen2-MoE).
-      capacity_factor: bounds the tokens of a row that an expert takes, see `jzero.route`; None: no token is dropped.
-      scale_inputs: the weight of a token's only expert multiplies its input, and not its output (Llama 4).
-      biases: of the router, and of the experts' matrices (GPT-OSS).
-      clamp: of the experts' gates and values, see `ClampedSwiGLU`: (alpha, limit) (GPT-OSS); None:
-        activation(gate) * value.
-      balance: what the load-balancing loss counts in the loss, as its mean over the layers.
-      bias_rate: balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas,
-        see `jzero.balanced_bias`. 0: it stays as it is; None: there is none.
-    """
-
-    num_experts: int
-    top_k: int
-    width: int
-    normalize: bool = True
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    scale: float = 1.0
-    groups: tuple[int, int, int] | None = None
-    shared: int = 0
-    shared_gate: bool = False
-    capacity_factor: float | None = None
-    scale_inputs: bool = False
-    biases: bool = False
-    clamp: tuple[float, float] | None = None
-    balance: float = 0.01
+    num_experts: int  # of a layer
+    top_k: int  # of a token
+    width: int  # inner width of an expert
+    normalize: bool = True  # divides the weights of a token's experts by their sum; Mixtral always does
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router, see `jzero.route`
+    scale: float = 1.0  # multiplies the weights
+    groups: tuple[int, int, int] | None = None  # a token's experts are of its best ones, see `jzero.route` (DeepSeek)
+    shared: int = 0  # inner width of one more expert, which all tokens use; 0: there is none
+    shared_gate: bool = False  # multiplies its output by a sigmoid, of a product of its own (Qwen2-MoE)
+    capacity_factor: float | None = None  # bounds the tokens of a row that an expert takes; None: no token is dropped
+    scale_inputs: bool = False  # the weight of a token's only expert multiplies its input, not its output (Llama 4)
+    biases: bool = False  # of the router, and of the experts' matrices (GPT-OSS)
+    clamp: tuple[float, float] | None = None  # `ClampedSwiGLU`'s (alpha, limit) (GPT-OSS); None: activation(gate) * up
+    balance: float = 0.01  # what the load-balancing loss counts in the loss, as its mean over the layers
+    # Balances by a bias too, which is state: its move after each micro-batch, by the counts of all replicas, see
+    # `jzero.balanced_bias`. 0: it stays as it is; None: there is none.
     bias_rate: float | None = None
 
     def __post_init__(self):
@@ -105,8 +86,7 @@ class Mixture(nnx.Module):
         if c.bias_rate is not None:
             self.bias = nnx.BatchStat(jnp.zeros(c.num_experts, jnp.float32))
 
-    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (y_BSD, the metrics of this layer)."""
+    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:  # (y_BSD, metrics)
         c, kernel_DE = self.config, self.router.kernel[...]
         logits_BSE = x_BSD.astype(jnp.float32) @ kernel_DE.astype(jnp.float32)
         if self.router.bias is not None:
@@ -119,7 +99,7 @@ class Mixture(nnx.Module):
         tokens_BSD, used = x_BSD, routing
         if c.scale_inputs:
             tokens_BSD = x_BSD * routing.weights.astype(x_BSD.dtype)
-            used = dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
+            used = replace(routing, weights=jnp.ones_like(routing.weights))
         y_BSD = experts(
             tokens_BSD, used, self.gate_up[...], self.down[...], activation=self.activation,
             glu=ClampedSwiGLU(*c.clamp) if c.clamp else None,

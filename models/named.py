@@ -21,29 +21,25 @@ from jzero.errors import ConfigError
 from jzero.values.parameters import did_you_mean
 from jzero.weights.load import from_cache
 
-from .bert import Bert, BertConfig
+from .bert import Bert
 from .config_json import decoder_config
 from .decoder import Decoder
-from .decoder_config import DecoderConfig, check_fields
+from .decoder_config import BertConfig, DecoderConfig, GPT2Config, ViTConfig, check_fields
 from .downloads import TEXT, Download
 from .families import FAMILIES
-from .gpt2 import GPT2Config
 from .llama import PRESETS
 from .lora import LoRAConfig
 from .moe import MixtureConfig
 from .quantized import Kind
 from .rope import RopeScaling
 from .tensor_names import linear_modules, tensor_rows
-from .vit import ViT, ViTConfig
+from .vit import ViT
 
-READERS = {"bert": BertConfig.read, "vit": ViTConfig.read, **dict.fromkeys(FAMILIES, decoder_config)}
 LACKING = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "an encoder of images, and rotary positions in three dimensions"),
     "whisper": "an encoder of audio, and attention to its output",
     "t5": "an encoder beside the decoder, and relative positions",
 }
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-
 
 LLAMA3 = partial(DecoderConfig, vocab_size=128_256)
 LONG, LONGEST = RopeScaling("llama3", 8.0), RopeScaling("llama3", 32.0)
@@ -107,26 +103,25 @@ def config_from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any
     name = download.config.get("model_type")
     if name in LACKING:
         raise ConfigError(f"config.json has model_type = {name!r}: jzero's models lack {LACKING[name]}")
-    if name not in READERS:
-        raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*READERS, *TEXT])}")
-    return READERS[name](download, **changes)
+    if name not in FAMILIES:
+        raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*FAMILIES, *TEXT])}")
+    return decoder_config(download, **changes)
 
 
 def module_of(config: Any) -> type:
-    """Return the class of Flax modules that a config makes: `module_of(config)(config, rngs=rngs)`."""
+    """Return the class of Flax modules of a config: `module_of(config)(config, rngs=rngs)`."""
     return {BertConfig: Bert, ViTConfig: ViT}.get(type(config), Decoder)
 
 
 class FoundModel(NamedTuple):
-    """A model that was found by its name, and the directory of its files; None: a shape alone."""
+    """A model that was found by its name."""
 
     name: str
     shape: Any
-    directory: Path | None = None
+    directory: Path | None = None  # of its files; None: a shape alone
 
     @property
     def module(self) -> type:
-        """The class of Flax modules that the shape makes."""
         return module_of(self.shape)
 
     @property
@@ -147,11 +142,10 @@ class FoundModel(NamedTuple):
 
 
 def find_model(name: str, **changes: Any) -> FoundModel:
-    """Find a model by name: `find_model("qwen3-8b", num_layers=2).shape`.
+    """Find a model by name, with changes of fields: `find_model("qwen3-8b", num_layers=2).shape`.
 
     Args:
       name: a directory with config.json, a hub id that is in the local cache, or one of SHAPES.
-      changes: of fields of its shape.
 
     Raises:
       ConfigError: there is none, it has no such field, or jzero's models lack what it has.
@@ -159,18 +153,21 @@ def find_model(name: str, **changes: Any) -> FoundModel:
     directory = from_cache(name)
     if directory.is_dir():
         return FoundModel(name, config_from_hf(directory, **changes), directory)
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # a hub id
+        where = "no such directory, and not in the cache of downloads"
+        raise ConfigError(f"{name}: {where}; fetch it with: hf download {name}")
     if name not in SHAPES:
-        raise ConfigError(_unknown(name))
+        longer = [known for known in SHAPES if known.endswith(f":{name}")]
+        hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)
+        kinds = f"a directory with config.json, a hub id such as Qwen/Qwen3-8B, or one of {', '.join(SHAPES)}"
+        kinds += "; for jzero plan and import also package.module:function"
+        raise ConfigError(f"model {name!r} is unknown: must be {kinds}{hint}")
     check_fields(type(SHAPES[name]), changes)
     return FoundModel(name, dataclasses.replace(SHAPES[name], **changes))
 
 
 def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> DecoderConfig:
-    """Return a decoder's shape with the adapters of a fine-tuning, at each matrix that its family's files name.
-
-    Raises:
-      ConfigError: there is none.
-    """
+    """Return a decoder's shape with the adapters of a fine-tuning, at each matrix that its family's files name."""
     family = getattr(shape, "family", None)  # which decoders have
     modules = linear_modules(tensor_rows(shape, FAMILIES[family].names)) if family else ()
     if not modules:
@@ -178,13 +175,3 @@ def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> De
         raise ConfigError(f"{name}: {files}; train all weights (jzero finetune: --method full)")
     lora = LoRAConfig(r=rank, lora_alpha=2 * rank, target_modules=[*modules], quantized=quantized)
     return dataclasses.replace(shape, lora=lora)
-
-
-def _unknown(name: str) -> str:
-    """Say what a name must be; a short name, as 8b, stands behind the colon of a longer one."""
-    if _HUB_ID.fullmatch(name):
-        return f"{name}: no such directory, and not in the cache of downloads; fetch it with: hf download {name}"
-    longer = [known for known in SHAPES if known.endswith(f":{name}")]
-    hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, SHAPES)
-    kinds = f"a directory with config.json, a hub id such as Qwen/Qwen3-8B, or one of {', '.join(SHAPES)}"
-    return f"model {name!r} is unknown: must be {kinds}; for jzero plan and import also package.module:function{hint}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-if TYPE_CHECKING:
-    from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig
 
 
 def unit_rms(x: jax.Array, epsilon: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
@@ -19,19 +16,17 @@ def unit_rms(x: jax.Array, epsilon: float, axes: tuple[int, ...] = (-1,)) -> jax
 
 
 class Norm(nnx.Module):
-    """A norm that Flax lacks: its scale has another shape, or the parameter is the scale minus one.
-
-    Args:
-      shape: of the scale; [K, G, C] for queries or keys [B, S, K, G, C] with a scale for each head.
-      axes: those of the mean: of a head (Cohere, StableLM), or of all heads together (OLMo 2).
-      centered: subtracts the mean, as LayerNorm does.
-      offset: of the scale from its parameter: 1 for Gemma.
-    """
+    """A norm that Flax lacks: its scale has another shape, or the parameter is the scale minus one."""
 
     def __init__(
-        self, shape: tuple[int, ...], epsilon: float, axes: tuple[int, ...] = (-1,), *, centered: bool = False,
-        offset: int = 0,
-    ):  # fmt: skip
+        self,
+        shape: tuple[int, ...],  # of the scale; [K, G, C] for queries or keys [B, S, K, G, C] with one for each head
+        epsilon: float,
+        axes: tuple[int, ...] = (-1,),  # of the mean: of a head (Cohere, StableLM), or of all heads together (OLMo 2)
+        *,
+        centered: bool = False,
+        offset: int = 0,  # of the scale from its parameter: 1 for Gemma
+    ):
         self.epsilon, self.axes, self.centered, self.offset = epsilon, axes, centered, offset
         self.scale = nnx.Param(jnp.full(shape, 1.0 - offset))
 
@@ -44,7 +39,6 @@ class Norm(nnx.Module):
 
 
 def make_norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:
-    """Make the config's norm of the last dimension."""
     width, epsilon = width or config.d_model, config.norm_eps
     if config.norm == "rms":
         return nnx.RMSNorm(width, epsilon=epsilon, rngs=rngs)

@@ -19,11 +19,7 @@ SIDES = ("chosen", "rejected")
 class PreferenceDecoder(Decoder):
     """A decoder whose loss is DPO's. A batch is that of `jzero.data.Pairs` with "reference" [B, 2] besides.
 
-    Args:
-      beta: how dear it is to leave the reference, the model before the training.
-
-    Raises:
-      ConfigError: a mixture of experts.
+    `beta` says how dear it is to leave the reference, the model before the training.
     """
 
     def __init__(self, config: DecoderConfig, *, beta: float = 0.1, rngs: nnx.Rngs):
@@ -47,7 +43,7 @@ class PreferenceDecoder(Decoder):
         def row(x: jax.Array, labels: jax.Array) -> jax.Array:
             return -self.cross_entropy(x[None], {"labels": labels[None]}).sum
 
-        return jax.vmap(row)(getattr(x, "x_BSD", x), labels).reshape(2, -1).T
+        return jax.vmap(row)(x.x_BSD, labels).reshape(2, -1).T
 
     def suffix(self, x: Any, batch: dict[str, Any]) -> Any:
         """Return (the loss, the margin of the rewards and the share of positive ones)."""

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jzero._compat.kernels import function_primitive
 from jzero.errors import ConfigError
@@ -40,19 +39,16 @@ class Quantized(NamedTuple):
 
 
 def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
-    """Quantise a matrix [in, *out].
-
-    Raises:
-      ConfigError: NF4, whose codes are two a byte, of an odd input dimension.
-    """
+    """Quantise a matrix [in, *out]. NF4, whose codes are two a byte, needs an even input dimension."""
     d_in, *out = matrix.shape
     if kind == "nf4" and d_in % 2:
         raise ConfigError(f'LoRAConfig: quantized = "nf4": a matrix has {d_in} inputs, must be even; use "int8"')
     block = gcd(d_in, BLOCK)
     blocks = matrix.astype(jnp.float32).reshape(d_in // block, block, -1)
     scales = jnp.abs(blocks).max(1)
-    offset = _exact(scales.mean(1))
-    step = _exact(jnp.maximum(jnp.abs(scales - offset[:, None]).max(1), 1e-12) / 127)
+    offset = scales.mean(1).astype(jnp.bfloat16).astype(jnp.float32)
+    step = jnp.maximum(jnp.abs(scales - offset[:, None]).max(1), 1e-12) / 127
+    step = step.astype(jnp.bfloat16).astype(jnp.float32)
     small = jnp.clip(jnp.round((scales - offset[:, None]) / step[:, None]), -127, 127).astype(jnp.int8)
     whole = jnp.maximum(small * step[:, None] + offset[:, None], 1e-12)  # as `dequantize` makes it
     x = (blocks / whole[:, None]).reshape(d_in, *out)
@@ -66,7 +62,6 @@ def quantize(matrix: jax.Array, kind: Kind) -> Quantized:
 
 
 def dequantize(q: Quantized, dtype: Any) -> jax.Array:
-    """Make the matrix [in, *out] again."""
     rows, *out = q.scales.shape
     if q.codes.dtype == jnp.uint8:
         nibbles = jnp.concatenate([q.codes & 15, q.codes >> 4])
@@ -77,18 +72,6 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     scales = q.scales * q.step.astype(jnp.float32).reshape(-1, *wide) + q.offset.astype(jnp.float32).reshape(-1, *wide)
     scales = jnp.maximum(scales, 1e-12)
     return (x.reshape(rows, -1, *out) * scales[:, None]).reshape(-1, *out).astype(dtype)
-
-
-def _exact(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def quantize_kernel(module: Any, kind: Kind | None) -> None:
-    """Put the parameters of a quantised matrix in the place of a linear layer's kernel."""
-    if kind is not None:
-        for name, value in quantize(module.kernel[...], kind)._asdict().items():
-            setattr(module, name, nnx.Param(value))
-        del module.kernel
 
 
 def quantized_matmul(module: Any, inputs: jax.Array) -> jax.Array:
@@ -120,7 +103,6 @@ def _backward(q: Quantized, gradient: jax.Array) -> tuple[jax.Array, None]:
 def _dequantize_now(
     codes: jax.Array, scales: jax.Array, step: jax.Array, offset: jax.Array, operand: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the operand, and the matrix to multiply it with."""
     # In an unrolled stack XLA makes the matrices of all layers at once, and keeps them for the backward pass. So the
     # scales depend on the operand. Codes behind the barrier would be copied.
     operand, step = jax.lax.optimization_barrier((operand, step))
@@ -134,12 +116,8 @@ _product = function_primitive(FROZEN)
 def quantize_params(params: Any, like: Any, kind: Kind) -> Any:
     """Quantise the matrices of a decoder's stack, layer by layer, where the model of `like` has them in few bits.
 
-    Args:
-      params: nested dicts of the decoder without quantisation and without adapters.
-      like: those of the same decoder with it, or their shapes.
-
-    Returns:
-      Nested dicts of `like`, with None for its adapters.
+    `params` are nested dicts of the decoder without quantisation and adapters, `like` those of the one with both, or
+    their shapes; so is the result, with None for adapters.
     """
     if not isinstance(like, dict):
         return params

@@ -17,10 +17,8 @@ from jzero.errors import ConfigError
 
 
 class Rope(NamedTuple):
-    """The angles per position [R / 2], float32, and the factor of the rotated vectors' length."""
-
-    frequency: jax.Array
-    magnitude: float | jax.Array = 1.0
+    frequency: jax.Array  # the angles per position [R / 2], float32
+    magnitude: float | jax.Array = 1.0  # the factor of the rotated vectors' length
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,17 @@ class RopeScaling:
     in `original` positions, keeps those with more than `high`, and interpolates between (Llama 3.1). "yarn" does so by
     dimension (Peng et al., arXiv:2309.00071). "dynamic" enlarges the base for rows longer than `original`. "longrope"
     divides each by a number of its own, from `long` for such rows and from `short` otherwise (arXiv:2402.13753).
-
-    Attributes:
-      original: positions in pretraining.
-      attention_factor: multiplies the rotated queries and keys; default: that of the method.
-      mscale, mscale_all: yarn's default is mscale's factor divided by mscale_all's, if both are given.
-      truncate: yarn rounds the first and the last dimension of the interpolation outwards.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     low: float = 1.0
     high: float = 4.0
-    original: int = 8192
-    attention_factor: float | None = None
-    mscale: float | None = None
+    original: int = 8192  # positions in pretraining
+    attention_factor: float | None = None  # multiplies the rotated queries and keys; default: that of the method
+    mscale: float | None = None  # yarn's default is mscale's factor divided by mscale_all's, if both are given
     mscale_all: float | None = None
-    truncate: bool = True
+    truncate: bool = True  # yarn rounds the first and the last dimension of the interpolation outwards
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
@@ -74,8 +66,7 @@ class RopeScaling:
             return frequency
         return frequency * (kept + (1 - kept) / self.factor)
 
-    def _dimension(self, turns: float, theta: float, half: int) -> float:
-        """Return the dimension that makes this many turns in the original positions."""
+    def _dimension(self, turns: float, theta: float, half: int) -> float:  # of so many turns in `original` positions
         return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
 
     @property
@@ -90,8 +81,7 @@ class RopeScaling:
         return grown + 1
 
     @property
-    def latent_scale(self) -> float:
-        """The factor of the scores of latent attention, whose vectors are rotated in part."""
+    def latent_scale(self) -> float:  # of the scores of latent attention, whose vectors are rotated in part
         return (1 + 0.1 * (self.mscale_all or 0) * math.log(max(self.factor, 1))) ** 2
 
 
@@ -107,25 +97,18 @@ def frequencies(width: int, theta: float, scaling: RopeScaling | None = None, le
 
 
 def either(condition: jax.Array, a: Rope, b: Rope) -> Rope:
-    """Choose between two kinds of layers."""
     same = isinstance(a.magnitude, float) and a.magnitude == b.magnitude
     magnitude = a.magnitude if same else jnp.where(condition, a.magnitude, b.magnitude)
     return Rope(jnp.where(condition, a.frequency, b.frequency), magnitude)
 
 
 def rope(
-    x_BSHC: jax.Array, angles: Rope, positions_BS: jax.Array | None = None, interleaved: bool = False
+    x_BSHC: jax.Array,
+    angles: Rope,  # of C or fewer dimensions, in float32: those of distant positions would round to the same value
+    positions_BS: jax.Array | None = None,  # default: 0 to S - 1
+    interleaved: bool = False,  # a pair is two neighbours (Cohere, GLM), and not one of each half
 ) -> jax.Array:
-    """Rotate queries or keys by their positions.
-
-    The angles are float32: in half precision, the angles of distant positions would round to the same value.
-
-    Args:
-      x_BSHC: queries or keys.
-      angles: the `frequencies`, of C or fewer dimensions.
-      positions_BS: default: 0 to S - 1.
-      interleaved: a pair is two neighbours (Cohere, GLM), and not one of each half.
-    """
+    """Rotate queries or keys by their positions."""
     frequency, magnitude = angles
     positions = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32) if positions_BS is None else positions_BS
     half, axis = frequency.shape[-1], -1 if interleaved else -2  # that of the two numbers of a pair
@@ -153,11 +136,7 @@ def segment_positions(segments_BS: jax.Array) -> jax.Array:
 
 
 def learned_positions(length: int, most: int, segments_BS: jax.Array | None = None) -> jax.Array:
-    """Return the rows of a table of positions for rows of tokens: [S], or [B, S] with segments.
-
-    Raises:
-      ConfigError: more tokens than positions; a lookup would repeat the last one's.
-    """
-    if length > most:
+    """Return the rows of a table of positions for rows of tokens: [S], or [B, S] with segments."""
+    if length > most:  # a lookup would repeat the last one's
         raise ConfigError(f"a row has {length} tokens, but the model has {most} positions: shorten the rows")
     return jnp.arange(length) if segments_BS is None else segment_positions(segments_BS)

@@ -44,11 +44,7 @@ FUTURE = {"embed_norm": "enorm", "state_norm": "hnorm", "norm": "shared_head.nor
 
 
 def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
-    """List the rows of all weights.
-
-    Args:
-      names: those that differ from Llama's.
-    """
+    """List the rows of all weights; `names` are those that differ from Llama's."""
     c, names, shapes = config, {**NAMES, **names}, config.shapes
     rows = padded_rows(f"{names['embed']}.weight", "ends/embed", c.vocab_size, shapes)
     for path, numbers in c.layer_paths.items():
@@ -56,7 +52,9 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
     for depth in range(c.future_layers):  # in files, these layers follow the others
         at = f"model.layers.{c.num_layers + depth}."
         names |= {f"ends/future/{depth}/{leaf}": at + name for leaf, name in FUTURE.items()}
-    rows += end_rows(names, shapes)
+    rows += [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
+    rows += [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
+    rows += padded_rows(names.get("head_bias", ""), "ends/head_bias", c.vocab_size, shapes)
     if not c.tied:
         rows += padded_rows(f"{names['head']}.weight", "ends/head/kernel", c.vocab_size, shapes, axis=1)
     if lacking := [name for name in (c.lora.target_modules if c.lora else ()) if name not in linear_modules(rows)]:
@@ -69,22 +67,17 @@ def tensor_rows(config: DecoderConfig, names: Mapping[str, str]) -> list[Row]:
 
 
 def padded_rows(name: str, leaf: str, size: int, shapes: Shapes, axis: int = 0) -> list[Row]:
-    """Describe a table whose entries after `size` along an axis are padding; matrices [in, out] are transposed."""
+    """Describe a table, if there is one; entries after `size` along an axis are padding; matrices are transposed."""
+    if leaf not in shapes:
+        return []
     whole = shapes[leaf][axis]
     rows: list[Row] = [{"name": name, "leaf": leaf, "slices": [[axis, 0, size]], "transposed": axis == 1}]
     return [*rows, *([{"name": None, "leaf": leaf, "slices": [[axis, size, whole]]}] if whole > size else [])]
 
 
-def layer_rows(
-    config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, path: str = "stack", numbers: range = range(0)
-) -> list[Row]:
-    """List the rows of the layers at a path.
-
-    Args:
-      shapes: of all leaves.
-      numbers: of these layers in files; the default stands for 0, 1, 2 and so on.
-    """
-    c, stacked, names = config, path.startswith("stack"), {**NAMES, **(LATENT if config.latent else {}), **names}
+def layer_rows(config: DecoderConfig, names: Mapping[str, str], shapes: Shapes, path: str, numbers: range) -> list[Row]:
+    """List the rows of the layers at a path, which have these `numbers` in files."""
+    c, stacked, names = config, path.startswith("stack"), {**(LATENT if config.latent else {}), **names}
     own = {leaf.removeprefix(f"{path}/"): x[stacked:] for leaf, x in shapes.items() if leaf.startswith(f"{path}/")}
     if c.latent:
         rows = module_rows(f"self_attn.{'q_b_proj' if c.latent.query_rank else 'q_proj'}", "attention/q_up", own)
@@ -98,30 +91,18 @@ def layer_rows(
         rows.append({"name": names["sinks"], "leaf": "attention/sinks", "reshape": [c.num_heads]})
     if c.mixture:
         rows += _mixture(c.mixture, names, own)
-    if names["matrices"] != "[out, in]":
-        rows = [_as_in_conv1d(row) for row in rows]
+    for row in rows if names["matrices"] != "[out, in]" else ():
+        if row.pop("transposed", None):
+            row["reshape"] = row["reshape"][::-1]
     at = names["layer"] if stacked else names["layer"].replace("{layer}", str(numbers[0]))
     more = {"layers": [numbers.start, numbers.step]} if stacked and (numbers.start, numbers.step) != (0, 1) else {}
     return [{**row, "name": at + row["name"], "leaf": f"{path}/{row['leaf']}", **more} for row in rows]
 
 
-def end_rows(names: Mapping[str, str], shapes: Shapes) -> list[Row]:
-    """List the rows of the parameters and modules besides the layers, whose leaves are keys of `names`."""
-    alone = [{"name": name, "leaf": leaf} for leaf, name in names.items() if leaf in shapes]
-    return alone + [row for leaf, name in names.items() for row in module_rows(name, leaf, shapes)]
-
-
-def _as_in_conv1d(row: Row) -> Row:
-    """Describe the same matrix in files that have it as [in, out]."""
-    matrix = "transposed" in row
-    return {key: x[::-1] if key == "reshape" and matrix else x for key, x in row.items() if key != "transposed"}
-
-
 def module_rows(name: str, leaf: str, shapes: Shapes, *cuts: Cut) -> list[Row]:
     """Describe a linear layer or a norm, or the part of a linear layer's outputs that `cuts` leave.
 
-    Args:
-      name: of the module in files; "[1]" at its end is the number of a part.
+    "[1]" at the end of its name in files is the number of a part.
     """
     name, bracket, number = name.partition("[")
     rows = list[Row]()

@@ -5,7 +5,6 @@ Shape suffixes: B batch, S patches and the class token, made even, D model width
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,66 +15,13 @@ from flax import nnx
 from jzero.errors import ConfigError
 from jzero.loss import Mean
 
-from .decoder_config import GPT_BLOCKS
-from .downloads import Download
-from .encoder import Encoder, EncoderConfig, linear
-from .families import Family
+from .attention import Carry, linear_of
+from .decoder_config import ViTConfig
 from .norms import make_norm
-from .transformer import stacked
-
-ROW = Family(
-    "ViTForImageClassification", {**GPT_BLOCKS, "activation": "gelu"},
-    keys={"num_classes": "num_labels"} | {key: key for key in ("image_size", "patch_size", "num_channels")},
-    needs={"model_type": "vit", "hidden_act": "gelu", "qkv_bias": True},
-    names={
-        "ends/class_token": "vit.embeddings.cls_token", "ends/positions": "vit.embeddings.position_embeddings",
-        "ends/patches/bias": "vit.embeddings.patch_embeddings.projection.bias",
-        "layer": "vit.encoder.layer.{layer}.", "qkv": "attention.attention.{part}", "parts": "query key value",
-        "attention/out": "attention.output.dense", "attention_norm": "layernorm_before",
-        "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "mlp_norm": "layernorm_after",
-        "ends/norm": "vit.layernorm", "ends/head": "classifier",
-    },
-)  # fmt: skip
+from .transformer import Transformer, stacked
 
 
-@dataclass(frozen=True)
-class ViTConfig(EncoderConfig):
-    """The shape of a ViT for square images.
-
-    >>> ViTConfig(12, 768, 12, 3072).num_patches
-    196
-    """
-
-    num_classes: int = 1000
-    image_size: int = 224
-    patch_size: int = 16
-    num_channels: int = 3
-
-    row = ROW
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.image_size % self.patch_size:
-            raise ConfigError(f"ViTConfig: patch_size = {self.patch_size} must divide image_size = {self.image_size}")
-
-    @classmethod
-    def read(cls, download: Download, **changes: Any) -> ViTConfig:
-        there = download.config
-        if there.get("num_labels") is None:
-            changes = {"num_classes": len(there.get("id2label") or range(2)), **changes}  # transformers makes two
-        return super().read(download, **changes)
-
-    @property
-    def num_patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def row_length(self) -> int | None:  # type: ignore[override]
-        """How many positions count, if their number is odd: cuDNN refuses it, and each layer would pad and cut."""
-        return None if self.num_patches % 2 else self.num_patches + 1
-
-
-class ViT(Encoder):
+class ViT(Transformer):
     """The model as prefix, stack and suffix.
 
     A batch is {"images": [B, height, width, channels], "labels": [B] int32}; images are floats, as transformers' image
@@ -84,14 +30,14 @@ class ViT(Encoder):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = c = config
-        self.patches = linear(c.num_channels * c.patch_size**2, c.d_model, rngs)
+        self.patches = linear_of(c, c.num_channels * c.patch_size**2, c.d_model, "patches", rngs, bias=True)
         self.class_token = nnx.Param(jnp.zeros((1, 1, c.d_model)))
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, c.num_patches + 1, c.d_model)))
-        self.stack = stacked([c.block], c.num_layers, rngs)
-        self.norm = make_norm(c.block, rngs)
-        self.head = linear(c.d_model, c.num_classes, rngs)
+        self.stack = stacked([c], c.num_layers, rngs)
+        self.norm = make_norm(c, rngs)
+        self.head = linear_of(c, c.d_model, c.num_classes, "head", rngs, bias=True)
 
-    def prefix(self, batch: dict[str, jax.Array]) -> jax.Array:
+    def prefix(self, batch: dict[str, jax.Array]) -> Carry:
         c, images = self.config, batch["images"]
         B, height, width, channels = images.shape
         if (height, width, channels) != (c.image_size, c.image_size, c.num_channels):
@@ -112,25 +58,25 @@ class ViT(Encoder):
         kernel_PD, bias_D, positions_SD = self.patches.kernel[...], self.patches.bias[...], self.positions[0]
         table_SD = positions_SD + jnp.concatenate([self.class_token[0], jnp.broadcast_to(bias_D, (n * n, c.d_model))])
         inputs = jnp.pad(patches_BSP, ((0, 0), (1, S % 2), (0, 0))), jnp.broadcast_to(places_SP, (B, *places_SP.shape))
-        return jnp.concatenate(inputs, 2) @ jnp.concatenate([kernel_PD, jnp.pad(table_SD, ((0, -S % 8), (0, 0)))])
+        x_BSP = jnp.concatenate(inputs, 2)
+        return Carry(x_BSP @ jnp.concatenate([kernel_PD, jnp.pad(table_SD, ((0, -S % 8), (0, 0)))]))
 
-    def suffix(self, x_BSD: jax.Array, batch: dict[str, jax.Array]) -> Mean:
-        """Return the images' mean cross-entropy."""
+    def suffix(self, x: Carry, batch: dict[str, jax.Array]) -> Mean:
         labels_B = batch["labels"]
-        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x_BSD), jnp.maximum(labels_B, 0))
+        losses_B = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x), jnp.maximum(labels_B, 0))
         return Mean(jnp.sum(losses_B, where=labels_B >= 0), (labels_B >= 0).sum())
 
-    def outputs(self, x_BSD: jax.Array, batch: Any = None) -> jax.Array:
+    def outputs(self, x: Carry, batch: Any = None) -> jax.Array:
         """Compute the logits [B, O] in float32 from the stack's output."""
-        return self.head(self.norm(x_BSD[:, 0])).astype(jnp.float32)
+        return self.head(self.norm(x.x_BSD[:, 0])).astype(jnp.float32)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Compute logits [B, O] in float32, without remat or parallelism."""
-        return self.outputs(self.through(self.prefix({"images": images})))
+        return self.outputs(Carry(self.through(self.prefix({"images": images}))))
 
     def weights_layout(self) -> dict[str, Any]:
-        """Describe the parameters in `ViTForImageClassification`."""
         c, table, name = self.config, super().weights_layout(), "vit.embeddings.patch_embeddings.projection.weight"
+        assert table is not None  # its class has all that a ViTConfig can have
         kept = table["download"]["config"] if c.download else {}
         for key in ("id2label", "label2id") if len(kept.get("id2label") or ()) != c.num_classes else ():
             kept.pop(key, None)  # they are of other classes

@@ -35,7 +35,7 @@ def starting_point(model: str, tokenizer: str | None) -> StartingPoint:
     except ImportError:
         raise ConfigError(f"jzero finetune needs transformers: {install_command('chat')}") from None
     found = find_model(model)
-    if not isinstance(found.shape, DecoderConfig):
+    if not found.shape.causal:
         raise ConfigError(f"{model} is a {found.kind}: jzero finetune tunes decoders; see docs/models.md")
     source = tokenizer or (str(found.directory) if found.directory else None)
     try:
