@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero._compat import memory_view
 from jzero.errors import ConfigError, some_of
 from jzero.layout.sharding import is_state
 from jzero.mesh import PIPE
@@ -49,50 +48,6 @@ class Carry(NamedTuple):
     stack_state: PyTree = None
     former: PyTree = None
     seen: PyTree = None
-
-
-HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
-
-
-def make_slots(slots: int, shapes: PyTree, on_host: bool = False) -> PyTree:
-    """Make slots for arrays of these shapes. Floats stay uninitialised: a value read too early is dropped.
-
-    Args:
-      shapes: ShapeDtypeStructs, or types as from `jax.typeof`: those of host memory get their slots there.
-      on_host: put the slots of all floats in host memory.
-    """
-
-    def one(x: PyTree) -> jax.Array:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        if (on_host and floating) or getattr(x, "memory_space", None) == HOST_SPACE:
-            # A view of constants: XLA allocates the buffer on the host and never fills it. JAX's scans do the same.
-            return memory_view(jnp.zeros((slots, *x.shape), x.dtype), HOST_SPACE)
-        return (lax.empty if floating else jnp.zeros)((slots, *x.shape), x.dtype)
-
-    return jax.tree.map(one, shapes)
-
-
-def write_slot(buffer: PyTree, slot: jax.Array | int, x: PyTree) -> PyTree:
-    """Write x into a slot, and move it to the memory of the buffer first."""
-
-    def one(b: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(b, _to(jax.typeof(b).memory_space, x), slot, 0)
-
-    return jax.tree.map(one, buffer, x)
-
-
-def read_slot(buffer: PyTree, slot: jax.Array | int) -> PyTree:
-    """Read a slot; the result stays in the memory of the buffer."""
-    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
-
-
-def copied_to_device(x: PyTree) -> PyTree:
-    """Copy the arrays of a tree from host memory to the device."""
-    return jax.tree.map(partial(_to, DEVICE_SPACE), x)
-
-
-def _to(space: object, x: jax.Array) -> jax.Array:
-    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)  # type: ignore[arg-type]
 
 
 def select(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:

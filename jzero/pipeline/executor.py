@@ -29,10 +29,11 @@ from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.passes.sequential import DeviceWeights, PassFacts
 from jzero.passes.stack import StackView, fetch_params
 from jzero.pipeline import carry as buffers
-from jzero.pipeline.carry import Carry, from_stage, make_slots, read_slot, select, send, write_slot
+from jzero.pipeline.carry import Carry, from_stage, select, send
 from jzero.pipeline.schedules import Program, Runs, count
 from jzero.precision import Precision
 from jzero.tracing.chunk import Chunk, split_floats
+from jzero.tracing.slots import copied_to_device, make_slots, read_slot, write_slot
 from jzero.tree import PyTree, combine, leading_dim, partition
 
 Index = jax.Array | int
@@ -214,7 +215,7 @@ class Execution:
             new, y = self.forward(new, at, carry.entering)
 
         if work & set("BD") and carry.outputs is not None:
-            y = buffers.copied_to_device(read_slot(new.outputs, at["B.slot"]))
+            y = copied_to_device(read_slot(new.outputs, at["B.slot"]))
 
         if "S" in work:
             new, gradient, dy = self.leave(new, ends, y, at)
@@ -252,9 +253,10 @@ class Execution:
             state = self.of_piece(stack, piece.place)
             if self.cotangents is None:
                 return self.layers(piece.weights, state, x, piece.context)[0], stack, stash
-            (y, new_state), kept = self.chunk.forward(piece.weights, state, x, piece.context)
+            slot, operands = self.index(at["F.slot"], piece.number), (piece.weights, state, x, piece.context)
+            (y, new_state), stash = self.chunk.forward_into(stash, slot, *operands)
             stack = self.kept_state(STACK, stack, new_state, at["F.active"], piece.place)
-            return y, stack, write_slot(stash, self.index(at["F.slot"], piece.number), kept)
+            return y, stack, stash
 
         y, stack, stash = self.run_pieces("F", piece, at, x, carry.stack_state, carry.stash)
         outputs = None if carry.outputs is None else write_slot(carry.outputs, at["F.slot"], y)
@@ -294,11 +296,12 @@ class Execution:
 
         def piece(piece: Piece, dy: PyTree, summed: PyTree, rest: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             # Read after F wrote: the last stage begins B in the tick of its F, with the residuals of that F.
-            kept = read_slot(carry.stash, self.index(at["B.slot"], piece.number))
+            slot = self.index(at["B.slot"], piece.number)
             if split:
+                kept = read_slot(carry.stash, slot)
                 dx, operands = self.chunk.input_backward(piece.weights, piece.context, kept, dy)
                 return dx, summed, write_slot(rest, self.index(at["B.rest"], piece.number), operands)
-            gradient, dx = self.chunk.backward(piece.weights, piece.context, kept, dy)
+            gradient, dx = self.chunk.backward_from(carry.stash, slot, piece.weights, piece.context, dy)
             return dx, self.add_gradient(summed, gradient, piece.place, may_idle and at["B.active"]), rest
 
         dx, summed, rest = self.run_pieces("B", piece, at, dy, carry.stack_gradients, carry.rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ _FLASH = {"flash_mha_fwd": 1.10, "flash_mha_bwd": 1.23}
 _EXACT_F8 = 1.08
 _BY_BYTES = ("__cub$", "__gpu$TopK", "__cudnn$norm", "cu_threefry2x32", "MoveToHost", "MoveToDevice")
 _OWN = "/map_parts", "/softmax_rows", "/softmax_sums", "/softmax_gradient"  # of jzero.kernels, in one pass
+_IN_SLOT = "/map_parts_in_slot"  # reads and writes one slot of arrays of four dimensions
 
 
 _VIEWS = ("bitcast", "reshape")
@@ -161,6 +163,8 @@ class Kernels:
             return self._grouped(op, scope)
         if "/fp8_cast" in op.op_name:  # of jzero.kernels.fp8: a cast and its transposed copy
             return self._moved(TRANSPOSES, of_operation(op, scope))
+        if _IN_SLOT in op.op_name:
+            return self._moved(ELEMENTWISE, of_slots(op, scope))
         if target.startswith(_BY_BYTES) or any(kernel in op.op_name for kernel in _OWN):
             return self._moved(ELEMENTWISE, of_operation(op, scope))
         raise UnreadableProgram(op, "a custom call that may be heavy, and that this reader does not know")
@@ -298,6 +302,18 @@ def of_operation(op: Instruction, scope: Computation) -> Traffic:
         read, written = _passes(op) * read, _passes(op) * written
     from_host = bool(operands) and operands[0].on_host
     return Traffic(read, written, read * from_host, written * any(array.on_host for array in op.arrays[:1]))
+
+
+def of_slots(op: Instruction, scope: Computation) -> Traffic:
+    """Count the bytes of a kernel that touches one slot of its buffers; those among its results are not read."""
+
+    def touched(arrays: Iterable[Array]) -> list[float]:
+        return [x.bytes / (x.dims[0] if len(x.dims) == 4 else 1) for x in arrays]
+
+    read, written = touched(x for name in op.operands for x in scope[name].arrays), touched(op.arrays)
+    return Traffic(
+        sum(read) - sum(y for y, x in zip(written, op.arrays, strict=True) if len(x.dims) == 4), sum(written)
+    )
 
 
 def of_fusion(op: Instruction, inner: Computation) -> Traffic:

@@ -24,6 +24,7 @@ from jzero.kernels.trace import Equation
 from jzero.tracing.equations import Equations, inlined
 from jzero.tracing.fused import fused
 from jzero.tracing.residuals import fewest_bytes, is_cheap
+from jzero.tracing.slots import Index, run_from_slot, run_into_slot
 from jzero.tree import PyTree, combine, partition, replaced
 
 Arrays = list[jax.Array]
@@ -95,6 +96,11 @@ class Chunk:
         run = self.program.run(self.program.eqns, self.program.inputs, leaves)
         return jax.tree.unflatten(self.y_tree, run(self.program.outputs[: self.n_y])), run(self.stashed)
 
+    def forward_into(self, stash: Arrays, slot: Index, *operands: PyTree) -> tuple[PyTree, Arrays]:
+        """Compute ((y, new state), the stash with the residuals in a slot) of the operands of `forward`."""
+        read, stash = run_into_slot(self.program, jax.tree.leaves(operands), self.stashed, stash, slot)
+        return jax.tree.unflatten(self.y_tree, read(self.program.outputs[: self.n_y])), stash
+
     def after(self, kept: Arrays, dy: PyTree) -> tuple[Arrays, PyTree]:
         """Let what the backward pass computes again wait for dy, without the gradients that only pass through."""
         used = {v for eqn in self.remake for v in eqn.invars if not is_constant(v)}
@@ -111,6 +117,12 @@ class Chunk:
         with jax.named_scope(scope) if scope else nullcontext():
             values = self._residuals(weights, context, kept)
         return jax.tree.unflatten(self.pullback, values)(dy)
+
+    def backward_from(
+        self, stash: Arrays, slot: Index, weights: PyTree, context: PyTree, dy: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Compute `backward` with the residuals of a slot."""
+        return run_from_slot(lambda kept: self.backward(weights, context, kept, dy), stash, slot)
 
     def input_backward(self, weights: PyTree, context: PyTree, kept: Arrays, dy: PyTree) -> tuple[PyTree, Arrays]:
         """Compute (dx, operands to keep until `weight_backward`)."""

@@ -178,6 +178,29 @@ def test_the_kernel_in_pallas_interpreter(m, n, row):
         np.testing.assert_allclose(np.asarray(found[2][0, 0], np.float64), (a * c).sum(0), rtol=BF16, atol=1e-5)
 
 
+@pytest.mark.parametrize("buffers", [{0: 3, 1: 1}, {1: 5}], ids=str)
+def test_the_kernel_reads_and_writes_slots(buffers):
+    """Of buffers of so many slots: the other slots stay, and the results are those of the arrays."""
+    m, n, counts = 96, 1024, [1, 2]
+    xs = numbers((m, 2, n), (m, 1, n))
+    eqn = jax.make_jaxpr(lambda *xs: map_parts(mixed, xs, counts))(*xs).eqns[-1]
+    whole = {i: jnp.stack([xs[i] + k for k in range(slots)]) for i, slots in buffers.items()}
+    for index in range(max(buffers.values())):
+        slot = jnp.int32(min(index, *(slots - 1 for slots in buffers.values())))
+        there = [whole[i][slot] if i in whole else x for i, x in enumerate(xs)]
+        expected = map_parts(mixed, there, counts)
+        results = [(m, p, n) for p in counts]
+        operands = [whole.get(i, x) for i, x in enumerate(xs)]
+        kernel = parts.tiled_map_parts(mixed, *operands, results=results, index=slot)
+        for found in (kernel, parts.map_parts_in_slot(eqn, xs, slot, whole, {})[0]):
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=BF16, atol=1e-6)
+        new = {i: b.at[slot].set(xs[i]) for i, b in whole.items()}
+        kernel = parts.tiled_map_parts(mixed, *xs, *whole.values(), results=results, index=slot, copied=(*whole,))
+        for found in (kernel[len(counts) :], parts.map_parts_in_slot(eqn, xs, slot, {}, whole)[1]):
+            assert all((a == b).all() for a, b in zip(found, new.values(), strict=True))
+
+
 @pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 def test_what_is_not_finite_stays_in_its_place(bad):
     x, bias = numbers((8, 1, 1024), (1, 1, 1024))

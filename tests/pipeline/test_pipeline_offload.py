@@ -13,7 +13,7 @@ from helpers.offload import scans
 from helpers.pipelines import ROWS, SEQUENCE, WIDTH, Case, Decoder, Everything, batch_of, model, run
 from helpers.sampling import keep
 
-from jzero.pipeline.carry import DEVICE_SPACE, HOST_SPACE
+from jzero.tracing.slots import DEVICE_SPACE, HOST_SPACE
 
 
 def section(policy, on_host=True):

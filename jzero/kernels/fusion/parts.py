@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 
 from jzero._compat.kernels import function_primitive
 from jzero.kernels.fusion.elementwise import Elementwise, Pullback, each
+from jzero.kernels.trace import Equation
 
 Precision = lax.PrecisionLike
 Ref = Any  # an array in a kernel of Pallas
@@ -63,7 +64,63 @@ def _kernel(operands: Shapes, results: Shapes, device: Device, f: Callable) -> C
     return partial(tiled_map_parts, f, results=shapes)
 
 
-_primitive = function_primitive("map_parts", _kernel)
+MAP_PARTS, MAP_PARTS_IN_SLOT = "map_parts", "map_parts_in_slot"
+_primitive = function_primitive(MAP_PARTS, _kernel)
+
+
+def map_parts_in_slot(
+    eqn: Equation,
+    xs: Sequence[jax.Array],
+    index: jax.Array | int,
+    reads: dict[int, jax.Array],
+    copies: dict[int, jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Compute a `map_parts` with operands from a slot of buffers, and copy others into it, all in one pass over memory.
+
+    A kernel takes whole arrays: XLA would copy the slot before it, whose index only the device knows.
+
+    Args:
+      eqn: of `map_parts`, in a trace.
+      xs: its operands.
+      index: of the slot, int32.
+      reads: by their numbers, the operands' buffers [S, ...] to read instead.
+      copies: by their numbers, the operands' buffers to copy to.
+
+    Returns:
+      The results, and the buffers of `copies` with the operands.
+    """
+    reads, copied = {i: b.reshape(len(b), *xs[i].shape) for i, b in reads.items()}, tuple(copies)
+    buffers = [copies[i].reshape(len(copies[i]), *xs[i].shape) for i in copied]
+    operands = [jnp.int32(index), *(reads.get(i, x) for i, x in enumerate(xs)), *buffers]
+    jaxpr = jax.make_jaxpr(partial(_plain_in_slot, eqn, copied))(*operands)
+    found = _in_slot.bind(*operands, jaxpr=jaxpr, f=eqn.params["f"], copied=copied)
+    stop = len(found) - len(copied)
+    return found[:stop], [y.reshape(copies[i].shape) for i, y in zip(copied, found[stop:], strict=True)]
+
+
+def _plain_in_slot(eqn: Equation, copied: tuple[int, ...], index: jax.Array, *operands: jax.Array) -> list:
+    xs, buffers = operands[: len(operands) - len(copied)], operands[len(operands) - len(copied) :]
+    xs = tuple(x if x.ndim == 3 else lax.dynamic_index_in_dim(x, index, keepdims=False) for x in xs)
+    new = (lax.dynamic_update_index_in_dim(b, xs[i], index, 0) for i, b in zip(copied, buffers, strict=True))
+    return [*_primitive.bind(*xs, **eqn.params), *new]
+
+
+def _kernel_in_slot(
+    operands: Shapes, results: Shapes, device: Device, f: Callable, copied: tuple[int, ...]
+) -> Callable | None:
+    shapes = [y.shape for y in results[: len(results) - len(copied)]]
+    inner = [x.shape[-3:] for x in operands[1 : len(operands) - len(copied)]]
+    largest = max(x.size for x in operands)
+    if not has_triton(device) or not supports_elementwise(inner, shapes) or largest >= 2**31:
+        return None
+
+    def run(index: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        return tiled_map_parts(f, *operands, results=shapes, index=index, copied=copied)
+
+    return run
+
+
+_in_slot = function_primitive(MAP_PARTS_IN_SLOT, _kernel_in_slot)
 
 # ------------------------------------------------------------------ as a Triton kernel (Pallas)
 
@@ -89,60 +146,118 @@ def fit(shapes: Sequence[tuple[int, ...]], rows: int, columns: int) -> bool:
     return m % rows == 0 and n % columns == 0 and m * n * max(parts) < 2**31
 
 
-def _tile(shape: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> tuple[int, int, int]:
-    """Choose the rows and columns of a tile, and how many tiles a program computes."""
+class Tiles(NamedTuple):
+    """A program's tiles of arrays [M, P, N]: `steps` of [rows, P, columns], one below the other."""
+
+    rows: int
+    columns: int
+    steps: int
+
+    def block(self, shape: tuple[int, ...], sums: bool = False) -> Block:
+        """Return a program's block: of arrays its tiles, of rows its columns, of buffers [S, M, P, N] everything."""
+        if len(shape) == 4:
+            return shape, (None,) * 4
+        rows, p, _ = shape
+        if rows == 1:
+            return (1, p, self.columns), (0 if sums else None, None, 1)
+        return (self.rows * self.steps, p, self.columns), (0, None, 1)
+
+    def place(self, ref: Ref, slot: jax.Array | int, step: jax.Array | int, p: int) -> tuple:
+        """Return the index of a tile of part p in a program's block; of buffers, in a slot."""
+        from jax.experimental import pallas as pl
+
+        if len(ref.shape) == 3:
+            return pl.ds(step * self.rows, self.rows), p, slice(None)
+        row, column = (pl.program_id(0) * self.steps + step) * self.rows, pl.program_id(1) * self.columns
+        return slot, pl.ds(row, self.rows), p, pl.ds(column, self.columns)
+
+
+def _tile(shape: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> Tiles:
+    """Choose the tiles of operands and results [M, P, N] or rows [1, P, N]."""
     (m, _, n), sums = shape, any(rows == 1 for rows, *_ in results)
     columns = min(n & -n, SUM_COLUMNS if sums else COLUMNS)  # a power of two that divides n
     rows = (SUM_TILE if sums else TILE) // columns
     steps = STEPS if m * n >= rows * columns * STEPS * PROGRAMS else STEPS // 2
-    return rows, columns, max(1, min(steps, (m & -m) // rows)) if sums else 1
+    return Tiles(rows, columns, max(1, min(steps, (m & -m) // rows)) if sums else 1)
 
 
-def tiled_map_parts(f: Callable, *xs: jax.Array, results: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Compute `map_parts`, with results of these shapes, tile by tile."""
-    from jax.experimental import pallas as pl
+def tiled_map_parts(
+    f: Callable, *xs: jax.Array, results: Sequence[tuple[int, ...]], index: jax.Array | None = None,
+    copied: tuple[int, ...] = (),
+) -> list[jax.Array]:  # fmt: skip
+    """Compute `map_parts`, with results of these shapes, tile by tile; with `index`, `map_parts_in_slot`.
 
-    (m, _, n), dtype = xs[0].shape, xs[0].dtype
-    height, columns, steps = _tile(xs[0].shape, results)
-    grid = m // (height * steps), n // columns
+    Then operands may be buffers [S, M, P, N], and the buffers of the operands `copied` follow them in xs.
+    """
+    given, dtype = len(xs) - len(copied), xs[0].dtype
+    m, _, n = shape = xs[0].shape[-3:]
+    tiles = _tile(shape, results)
+    grid = m // (tiles.rows * tiles.steps), n // tiles.columns
+    # A sum for each program: another pass over these few replaces atomics.
+    made = [
+        jax.ShapeDtypeStruct((grid[0], p, n), jnp.float32) if rows == 1 else jax.ShapeDtypeStruct((m, p, n), dtype)
+        for rows, p, _ in results
+    ]
+    slots = [] if index is None else [index.reshape(1)]
+    blocks = [*(tiles.block(x.shape) for x in xs), *(((1,), (None,)) for _ in slots)]
+    blocks += [tiles.block(shape, sums=True) for shape in results] + [tiles.block(x.shape) for x in xs[given:]]
 
     def kernel(*refs: Ref) -> None:
-        # x [height * steps, P, columns] or [1, P, columns] of each operand, then y alike of each result
-        ins, outs = refs[: len(xs)], [(ref, p) for ref in refs[len(xs) :] for p in range(ref.shape[1])]
-        biases = [each([ref]) if ref.shape[0] == 1 else None for ref in ins]
+        ins, outs = refs[: len(xs) + len(slots)], refs[len(xs) + len(slots) :]
+        slot = ins[-1][0] if slots else 0
+        copies = dict(zip(copied, outs[len(results) :], strict=True))
+        _compute_tiles(f, tiles, ins[:given], outs[: len(results)], slot, copies)
 
-        def tile(step: jax.Array | int, sums: Sequence[jax.Array]) -> list[jax.Array]:
-            at = pl.ds(step * height, height)
-            operands = [x for ref, bias in zip(ins, biases, strict=True) for x in bias or each([ref], at)]
-            found = list(zip(outs, f(*operands), strict=True))
-            for (ref, p), y in found:
-                if ref.shape[0] > 1:
-                    ref[at, p, :] = y.astype(ref.dtype)
-            return [total + y for total, y in zip(sums, (y for (ref, _), y in found if ref.shape[0] == 1), strict=True)]
-
-        places = [(ref, p) for ref, p in outs if ref.shape[0] == 1]
-        zeros = [jnp.zeros((1, columns), jnp.float32)] * len(places)
-        sums = tile(0, zeros) if steps == 1 else lax.fori_loop(0, steps, tile, zeros)
-        for (ref, p), total in zip(places, sums, strict=True):
-            ref[:, p, :] = total
-
-    # A sum for each program: another pass over these few replaces atomics.
-    shapes = [((grid[0], p, n), jnp.float32) if rows == 1 else ((m, p, n), dtype) for rows, p, _ in results]
-    tall, flat = (lambda p: (height * steps, p, columns)), (lambda p: (1, p, columns))
-    ins = [x.shape for x in xs]
-    blocks: list[Block] = [(flat(p), (None, None, 1)) if rows == 1 else (tall(p), (0, None, 1)) for rows, p, _ in ins]
-    blocks += [((flat if rows == 1 else tall)(p), (0, None, 1)) for rows, p, _ in results]
-    found = run_tiles("map_parts", kernel, grid, xs, [jax.ShapeDtypeStruct(*shape) for shape in shapes], blocks)
-    return [
-        y.sum(0, keepdims=True).astype(dtype) if rows == 1 else y for y, (rows, *_) in zip(found, results, strict=True)
+    updated = {given + i: len(results) + i for i in range(len(copied))}
+    made += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs[given:]]
+    found = run_tiles(MAP_PARTS_IN_SLOT if slots else MAP_PARTS, kernel, grid, [*xs, *slots], made, blocks, updated)
+    sums = [
+        y.sum(0, keepdims=True).astype(dtype) if shape[0] == 1 else y for y, shape in zip(found, results, strict=False)
     ]
+    return [*sums, *found[len(results) :]]
+
+
+def _compute_tiles(
+    f: Callable, tiles: Tiles, ins: Sequence[Ref], outs: Sequence[Ref], slot: jax.Array | int, copies: dict[int, Ref]
+) -> None:
+    """Compute a program's tiles, and copy operands, by their numbers, into a slot of buffers.
+
+    Args:
+      ins: the operands: [rows * steps, P, columns], [1, P, columns] or buffers [S, M, P, N].
+      outs: the results alike, but no buffers; copies: buffers.
+    """
+    results = [(ref, p) for ref in outs for p in range(ref.shape[1])]
+    biases = [each([ref]) if ref.shape[:-2] == (1,) else None for ref in ins]
+
+    def tile(step: jax.Array | int, sums: Sequence[jax.Array]) -> list[jax.Array]:
+        operands = [
+            bias or [ref[tiles.place(ref, slot, step, p)].astype(jnp.float32) for p in range(ref.shape[-2])]
+            for ref, bias in zip(ins, biases, strict=True)
+        ]
+        for i, ref in copies.items():
+            for p, x in enumerate(operands[i]):
+                ref[tiles.place(ref, slot, step, p)] = x.astype(ref.dtype)
+        found = list(zip(results, f(*itertools.chain(*operands)), strict=True))
+        for (ref, p), y in found:
+            if ref.shape[0] > 1:
+                ref[tiles.place(ref, slot, step, p)] = y.astype(ref.dtype)
+        return [total + y for total, y in zip(sums, (y for (ref, _), y in found if ref.shape[0] == 1), strict=True)]
+
+    places = [(ref, p) for ref, p in results if ref.shape[0] == 1]
+    zeros = [jnp.zeros((1, tiles.columns), jnp.float32)] * len(places)
+    sums = tile(0, zeros) if tiles.steps == 1 else lax.fori_loop(0, tiles.steps, tile, zeros)
+    for (ref, p), total in zip(places, sums, strict=True):
+        ref[:, p, :] = total
 
 
 def run_tiles(
     name: str, kernel: Callable, grid: tuple[int, int], operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct], blocks: Sequence[Block],
+    results: Sequence[jax.ShapeDtypeStruct], blocks: Sequence[Block], updated: dict[int, int] | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a Triton kernel on the blocks of its operands and results, one program for each place of the grid."""
+    """Run a Triton kernel on the blocks of its operands and results, one program for each place of the grid.
+
+    `updated` maps the operands that become results, by their numbers.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -156,6 +271,7 @@ def run_tiles(
         in_specs=specs[: len(operands)],
         out_specs=specs[len(operands) :],
         out_shape=list(results),
+        input_output_aliases=updated or {},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         name=name,
     )(*operands)
