@@ -1,15 +1,49 @@
 """Rows of conversations and of preferences against the chat templates of `transformers`."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers.chats import MARKED, QWEN3, TEMPLATES, make_tokenizer, turns
 from helpers.loaders import Sizes
 from helpers.refusals import refuses
 
 from jzero.data import Chat, DataLoader, Pairs
+
+PLACE = Path(__file__).parent / "templates"
+# The marked ones have {% generation %} around what the assistant says and its end token.
+TEMPLATES, MARKED = (
+    {name: (PLACE / f"{name}{end}.jinja").read_text() for name in ("chatml", "llama3", "mistral", "qwen2.5")}
+    for end in ("", "-marked")
+)
+# Qwen 3 gives an answer a thought only after the last question: what it writes of a turn depends on later turns.
+QWEN3 = (PLACE / "qwen3.jinja").read_text()
+
+
+def make_tokenizer(template):
+    """A byte-level tokenizer of `transformers` with the end tokens of the templates, made without a download."""
+    library, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ċ", "Ċ")]  # Ċ is a line end
+    vocabulary = [*alphabet, *(a + b for a, b in merges)]
+    made = library.Tokenizer(library.models.BPE({token: i for i, token in enumerate(vocabulary)}, merges))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    others = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", additional_special_tokens=others
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns(*contents, system=None):
+    """A conversation of user and assistant in turn."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
 
 CHATS = [
     turns("hello", "hi"),
