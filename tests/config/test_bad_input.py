@@ -16,7 +16,6 @@ from models.mlp import MLP, cross_entropy
 
 CONFIG = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 IMAGES, LABELS = np.zeros((16, 784), np.float32), np.zeros(16, np.int32)
-FULL_BATCH = "train_batch_size 16 = micro-batch 2 x accumulation 1 x 8 replicas"
 MODEL = jzero.from_flax(MLP, cross_entropy)
 
 
@@ -95,15 +94,6 @@ PROTOCOL = ["init(rng)", "loss(params, batch, rng)", "jzero.from_flax"]
 )  # fmt: skip
 def test_what_makes_no_step(call, parts):
     refused(call, *parts)
-
-
-def test_batch_that_does_not_divide(step):
-    for batch, parts in (
-        ((IMAGES[:15], LABELS[:15]), ["'0'", "(15, 784)", "must be 16", FULL_BATCH]),
-        ({"x": {"y": IMAGES[:0]}}, ["'x/y'", "(0, 784)", "must be 16", FULL_BATCH]),
-    ):
-        refused(lambda batch=batch: step(None, batch), *parts)
-        refused(lambda batch=batch: step.lower(batch), *parts)
 
 
 @pytest.mark.parametrize(

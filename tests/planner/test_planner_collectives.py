@@ -205,12 +205,9 @@ def test_synchronous_and_asynchronous_forms(lines, expected):
     assert (row.axes, row.op_name) == (None, "here" if is_wrapped else "")
 
 
-def test_computation_reached_twice_counts_twice():
+def test_a_computation_reached_twice_counts_twice_and_an_operation_of_two_dtypes_is_two_rows():
     twice = (f"%{name} = f32[1]{{0}} call(%p), to_apply=%wrapped" for name in "ab")
     assert collectives(module(*twice, others=WRAPPED)).launches == 2
-
-
-def test_operation_of_two_dtypes_is_two_rows():
     gather = "%g = (f32[64]{0}, bf16[32]{0}) all-gather(%p, %h), replica_groups={}, dimensions={0}"
     rows = collectives(module("%h = bf16[4]{0} convert(%p)", gather))
     assert [(r.dtype, r.operands, r.bytes) for r in rows] == [("f32", 1, 256), ("bf16", 1, 64)]
