@@ -3,8 +3,10 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import pytest
+from helpers.stored_cases import check_cases
 from planning import A, B
 
 from jzero import cli
@@ -122,47 +124,14 @@ def test_no_ssh_is_one_hosts_part_of_the_same_plan(here):
         assert part["processes"][0]["env"]["JZERO_HEARTBEAT_SECONDS"] == "8"  # no command sees all hosts
 
 
-TWO = ["--hostfile", "two"]  # A and localhost, two slots each
-REFUSED = [
-    (["--no_python", "--module"], ["--no_python and --module", "keep one"]),
-    (["--hostfile", "none"], ["--hostfile = none: no such file"]),
-    (["--num_gpus", "3"], ["--num_gpus = 3: localhost has 2: 0, 1"]),
-    (["--num_nodes", "2"], ["there is no hostfile ", "/none that names them", "--hostfile FILE", "--no_ssh"]),
-    (["--num_nodes", "2", "--launcher", "slurm"], ["needs --num_nodes and --num_gpus (found 2 and -1)"]),
-    (["--node_rank", "0"], ["--node_rank = 0: needs --no_ssh"]),
-    (["--no_ssh", "--num_nodes", "2"], ["needs --node_rank (found -1)", "needs --master_addr"]),
-    ([*TWO, "--no_ssh", "--node_rank", "2", "--master_addr", A], ["--node_rank = 2: there are 2 hosts"]),
-    (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--launcher", "k8s"], ["keep one"]),
-    (["--master_port", "0"], ["--master_port = 0: must be 1 to 65535"]),
-    (["--ssh_port", "65536"], ["--ssh_port = 65536: must be 1 to 65535"]),
-    (["--max_restarts", "-1"], ["--max_restarts = -1: must be 0 or more"]),
-    ([*TWO, "--min_nodes", "0"], ["--min_nodes = 0: must be at least 1; leave it out"]),
-    ([*TWO, "--min_nodes", "3"], [f"--min_nodes = 3: there are 2 hosts: {A}, localhost"]),
-    (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--min_nodes", "1"], ["--min_nodes: works only over ssh"]),
-    ([*TWO, "--min_nodes", "1", "--master_addr", A], ["--min_nodes and --master_addr: the job may go on without"]),
-    (["--launcher", "k8s", "--min_nodes", "1"], ["--min_nodes: works only over ssh"]),
-    (["--launcher", "openmpi", "--min_nodes", "1"], ["--min_nodes: does not work with --launcher openmpi"]),
-    (["--hang_timeout", "-1"], ["--hang_timeout = -1.0: must be 0 or more"]),
-    (["--grace", "nan"], ["--grace = nan: must be 0 or more"]),
-    (["--launcher", "k8s"], ['--launcher_args "image=IMAGE"']),
-    (["--launcher", "k8s", "--launcher_args", "image=i nme=x"], ["['nme']: allowed are image, name, namespace"]),
-    (["--launcher", "slurm", "-i", "localhost:0"], ["--launcher slurm: that system chooses devices itself"]),
-    (["--launcher", "slurm", "--max_restarts", "1"], ["--max_restarts: does not work with --launcher slurm"]),
-    (["--hostfile", "uneven", "--launcher", "slurm"], [f"same number of devices on every host: {A} 1, {B} 2"]),
-    (["--no_python", "nowhere"], ["nowhere: no such program"]),
-    (["--no_python", "./train.py"], ["./train.py: no such program, or it is not executable"]),
-    (["nowhere.py"], ["nowhere.py: no such file in "]),
-    (["models"], ["; for a module write --module models"]),
-]  # fmt: skip
+def test_refused(here, pytestconfig):
+    def outcome(words):
+        return here.refused(*words, "train.py").strip().replace(str(here.path), "HERE")
 
-
-@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
-def test_refused(here, words, parts):
     here.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     here.write("two", f"{A} slots=2", "localhost slots=2")
     here.write("uneven", f"{A} slots=1", f"{B} slots=2")
-    message = here.refused(*words, "train.py")
-    assert [part for part in parts if part not in message] == [], message
+    check_cases(Path(__file__).with_name("refused.jsonl"), outcome, pytestconfig)
 
 
 def test_too_few_visible_devices(here):
