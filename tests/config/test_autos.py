@@ -215,11 +215,3 @@ def test_amps_loss_scale_is_apexs():
     assert Config.load({"amp": {"enabled": True, "loss_scale": "128.0"}}).fp16.loss_scale == 128
     own = Config.load({"amp": {"enabled": True}, "fp16": {"hysteresis": 3}}).fp16
     assert (own.enabled, own.hysteresis) == (True, 3)
-
-
-@pytest.mark.parametrize(("name", "keys"), [("amp", {"opt_level": "O9"}), ("torch_autocast", {"dtype": "int3"})])
-def test_keys_of_a_cast_without_its_switch(name, keys):
-    ((key, value),) = keys.items()
-    assert Config.load({name: keys}).ignored == ((f"{name}.{key}", value, 'only "enabled" turns it on'),)
-    for switch in (False, A):
-        assert Config.load({name: {**keys, "enabled": switch}}).ignored == ()

@@ -64,22 +64,6 @@ def test_a_resume_on_other_devices_keeps_the_sizes_that_fit(given, replicas, siz
     assert config.batch(replicas, former) == sizes
 
 
-@pytest.mark.parametrize(
-    ("given", "tensor"),
-    [
-        ({"mesh": {"tensor": -1, "zero": 2}}, 4),
-        ({"tensor_parallel": {"autotp_size": 2}}, 2),
-        ({"tensor_parallel": {"tp": {"tp_size": 4}}}, 4),
-        ({"tensor_parallel": {"autotp_size": 4}, "mesh": {"tensor": -1, "zero": 2}}, 4),
-        ({"tensor_parallel": {"autotp_size": 1}, "mesh": {"tensor": 2}}, 2),
-    ],
-)
-def test_degree_of_tensor(given, tensor):
-    """`zero` has the rest."""
-    degrees = Config.load(given).mesh_degrees(8)
-    assert (degrees["tensor"], degrees["zero"]) == (tensor, 8 // tensor)
-
-
 axis = st.none() | st.integers(1, 8)
 
 
