@@ -1,5 +1,7 @@
 """A user's mistake is a ConfigError with the key, its value, what is allowed and the fix, before anything compiles."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,24 +49,12 @@ def test_a_mesh_that_is_not_the_configs():
         refused(lambda mesh=mesh: make(mesh=mesh), str(names), "jzero.make_mesh")
 
 
-class OnlyInit:
-    def init(self, rng):
-        return {"w": jnp.zeros(8)}
+def functions(params, **loss):
+    return SimpleNamespace(init=lambda rng: params, **loss)
 
 
-class NoParameters(OnlyInit):
-    def init(self, rng):
-        return {}
-
-    def loss(self, params, batch, rng):
-        return 0.0
-
-
-class VectorLoss(OnlyInit):
-    def loss(self, params, batch, rng):
-        return params["w"]
-
-
+VECTOR = {"w": jnp.zeros(8)}
+VECTOR_LOSS = functions(VECTOR, loss=lambda params, *_: params["w"])
 NETWORK = MLP(rngs=nnx.Rngs(0))
 PROTOCOL = ["init(rng)", "loss(params, batch, rng)", "jzero.from_flax"]
 
@@ -81,11 +71,11 @@ PROTOCOL = ["init(rng)", "loss(params, batch, rng)", "jzero.from_flax"]
         (lambda: make({"optimizer": None}), ["optimizer: none given", '"type": "AdamW"', "optimizer=optax.adamw"]),
         (lambda: jzero.make_train_step(MODEL, None), ["config = null", "a dict", "NoneType"]),
         (lambda: make(model=object()), ["model is object", *PROTOCOL]),
-        (lambda: make(model=OnlyInit()), ["model is OnlyInit", *PROTOCOL]),
+        (lambda: make(model=functions(VECTOR)), ["model is SimpleNamespace", *PROTOCOL]),
         (lambda: make(model=NETWORK), ["model is MLP", *PROTOCOL]),
         (lambda: make(model=cross_entropy), ["model is function", *PROTOCOL]),
-        (lambda: make(model=NoParameters()), ["no parameters"]),
-        (lambda: make(model=VectorLoss()).lower((IMAGES, LABELS)), ["loss", "(8,)", "scalar"]),
+        (lambda: make(model=functions({}, loss=lambda *_: 0.0)), ["no parameters"]),
+        (lambda: make(model=VECTOR_LOSS).lower((IMAGES, LABELS)), ["loss", "(8,)", "scalar"]),
         (lambda: make().init(0), ["rng", "0", "jax.random.key(0)"]),
         (lambda: jzero.from_flax(MLP), ["loss_fn(module, batch) is missing"]),
         (lambda: jzero.from_flax(3, cross_entropy), ["3 is neither", "rngs -> nnx.Module"]),

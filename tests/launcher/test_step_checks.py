@@ -84,20 +84,15 @@ def test_a_save_reports_what_the_last_step_found(tmp_path, capsys):
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_comparison_needs_no_memory():
-    step = jzero.make_train_step(Wide(), config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
+    wide = SimpleNamespace(
+        init=lambda rng: {"w": jnp.zeros((1024, 1024))}, loss=lambda params, batch, rng: (batch @ params["w"]).mean()
+    )
+    step = jzero.make_train_step(wide, config(0), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)))
     sums = jzero.run.diagnosis.step_checks.Replicas(step, None).sums
     shapes = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), step.state_shapes, step.state_shardings)
     memory = sums.lower(shapes).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 3 * 4 * 2**20
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 0.01 * memory.argument_size_in_bytes
-
-
-class Wide:
-    def init(self, rng):
-        return {"w": jnp.zeros((1024, 1024))}
-
-    def loss(self, params, batch, rng):
-        return (batch @ params["w"]).mean()
 
 
 def test_a_late_process_has_a_line():
@@ -179,14 +174,11 @@ def test_the_process_whose_data_are_slow_is_named(start):
 ROWS = 8
 
 
-class Line:
-    """The gradient is proportional to the batch's `slope`; without an update, the loss is too."""
-
-    def init(self, rng):
-        return {"w": np.ones(4, np.float32)}
-
-    def loss(self, params, batch, rng):
-        return (batch["slope"] * (params["w"].sum() + 1)).mean()
+# The gradient is proportional to the batch's `slope`; without an update, the loss is too.
+LINE = SimpleNamespace(
+    init=lambda rng: {"w": np.ones(4, np.float32)},
+    loss=lambda params, batch, rng: (batch["slope"] * (params["w"].sum() + 1)).mean(),
+)
 
 
 def batch(slope):
@@ -198,7 +190,7 @@ def engine_of(**section):
         ROWS, lr=1e-4, spikes={"window": 40, **section},
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-4}},
     )  # fmt: skip
-    return jzero.initialize(model=Line(), config=config, mesh=mesh(2))[0]
+    return jzero.initialize(model=LINE, config=config, mesh=mesh(2))[0]
 
 
 SLOPES = 1 + 0.1 * np.random.default_rng(0).normal(size=60)

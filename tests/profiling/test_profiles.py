@@ -1,6 +1,7 @@
 """The profiles of a run: its trace, device line and tables; and without a run, kernels, parts and collectives."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -160,18 +161,14 @@ def test_kernels_add_up(kernels, parts, hidden):
     assert found.hidden == pytest.approx(hidden)
 
 
-class Chain:
-    def init(self, rng):
-        return {name: 0.1 * jax.random.normal(rng, (8, 8)) for name in "uvw"}
-
-    def loss(self, params, batch, rng):
-        return ((batch @ params["u"] @ params["v"] @ params["w"]) ** 2).mean()
-
-
 def test_the_parts_of_a_program():
     """A layer has one product in the forward pass and two in the backward pass, the first layer one."""
     config = {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "gradient_clipping": 0}
-    step = jzero.make_train_step(Chain(), config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
+    chain = SimpleNamespace(
+        init=lambda rng: {name: 0.1 * jax.random.normal(rng, (8, 8)) for name in "uvw"},
+        loss=lambda params, batch, rng: ((batch @ params["u"] @ params["v"] @ params["w"]) ** 2).mean(),
+    )
+    step = jzero.make_train_step(chain, config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
     text = step.lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
     found = device_times.parts_of_instructions(text)
 

@@ -1,5 +1,7 @@
 """The DeepSpeed-shaped engine: two ways to run a step, one set of numbers; counters and mistakes."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,14 +75,11 @@ def test_the_boundary_is_counted_or_set_by_hand():
 FP16 = {"enabled": True, "initial_scale_power": 4}
 
 
-class Line:
-    """A loss without a count: its mean over micro-batches is the plain mean."""
-
-    def init(self, rng):
-        return {"w": jax.random.normal(rng, (FEATURES,))}
-
-    def loss(self, params, batch, rng):
-        return jnp.mean((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2)
+# A loss without a count: its mean over micro-batches is the plain mean.
+LINE = SimpleNamespace(
+    init=lambda rng: {"w": jax.random.normal(rng, (FEATURES,))},
+    loss=lambda params, batch, rng: jnp.mean((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2),
+)
 
 
 # DeepSpeed's engine.backward divides each loss by gradient_accumulation_steps, unless scale_wrt_gas is false, and adds.
@@ -94,7 +93,7 @@ class Line:
 )
 def test_backward_calls_before_a_step_are_summed(accum, calls, more, scale):
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0}
-    e, *_ = build(3, model=Line(), more={"gradient_accumulation_steps": accum, **sgd, **more})
+    e, *_ = build(3, model=LINE, more={"gradient_accumulation_steps": accum, **sgd, **more})
     before = jnp.asarray(jax.device_get(e.state.params["w"]))
     batches, expected = iter(parts(0, 4)), jnp.zeros_like(before)
     for word in calls.split():
@@ -103,7 +102,7 @@ def test_backward_calls_before_a_step_are_summed(accum, calls, more, scale):
             continue
         for letter in word:
             batch = next(batches)
-            expected += scale * jax.grad(lambda w, batch=batch: Line().loss({"w": w}, batch, None))(before)
+            expected += scale * jax.grad(lambda w, batch=batch: LINE.loss({"w": w}, batch, None))(before)
             e.backward(e(batch), **({} if letter == "b" else {"scale_wrt_gas": False}))
     assert e.global_steps == 1
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if "fp16" in more else {"rtol": 1e-5, "atol": 1e-6}
