@@ -51,20 +51,6 @@ def test_the_optimizers_parameters():
     assert parameters(SimpleNamespace(type="SGD", params={"lr": A, "betas": A, "momentum": A}))["lr"] == 5e-5
 
 
-@pytest.mark.parametrize(
-    ("given", "sizes"),
-    [
-        ({"train_micro_batch_size_per_gpu": A}, (32, 8, 1)),
-        ({"train_batch_size": A, "gradient_accumulation_steps": 3}, (96, 8, 3)),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": A}, (64, 16, 1)),
-        ({"train_batch_size": A, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": A}, (8, 2, 1)),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": A}, (64, 2, 8)),
-    ],
-)
-def test_batch_sizes(given, sizes):
-    assert Config.load(given).batch(4)[:3] == sizes
-
-
 def decay(step, total, peak=5e-5, n=2):
     """WarmupDecayLR: two steps at 0, then the logarithmic warm-up over max(2, 0) steps, then a line to 0 at `total`."""
     k = step - 1

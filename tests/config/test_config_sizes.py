@@ -1,8 +1,10 @@
 """Batch sizes and mesh degrees: arithmetic, and advice that is right."""
 
-import pytest
+from pathlib import Path
+
 from helpers.configs import problem
 from helpers.refusals import refuses
+from helpers.stored_cases import check_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,26 +46,6 @@ def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas):
         assert accum in (None, got.accum)
 
 
-@pytest.mark.parametrize(
-    ("given", "replicas", "sizes"),
-    [
-        ((32, None, 2), 2, (32, 8, 2, f"{MICRO} = 8")),
-        ((32, "auto", 2), 8, (32, 2, 2, f"{MICRO} = 2")),
-        (("auto", "auto", 2), 2, (32, 8, 2, f"{TRAIN} = 32")),  # "auto" means 8 in a fresh run
-        ((32, 4, 2), 2, (32, 4, 4, f"{ACCUM} = 4 instead of the config's 2")),
-        ((32, None, 8), 8, (32, 4, 1, f"{MICRO} = 4, {ACCUM} = 1 instead of the config's 8")),
-        ((32, None, None), 2, (32, 4, 4, f"{MICRO} = 4, {ACCUM} = 4")),
-        ((None, 4, 2), 1, (32, 4, 8, f"{TRAIN} = 32, {ACCUM} = 8 instead of the config's 2")),
-    ],
-)
-def test_a_resume_on_other_devices_keeps_the_sizes_that_fit(given, replicas, sizes):
-    """The run of the checkpoint had the same config: 32 = 4 x 2 x 4 replicas."""
-    config = Config.load(dict(zip((TRAIN, MICRO, ACCUM), given, strict=True)))
-    numbers = [None if size == "auto" else size for size in given]
-    former = {"train": 32, "micro": 4, "replicas": 4, "given": numbers}
-    assert config.batch(replicas, former) == sizes
-
-
 axis = st.none() | st.integers(1, 8)
 
 
@@ -91,15 +73,20 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
         refuses(lambda: Config.load(source).mesh_degrees(devices), rf"the number of devices, {devices}; what fits: ")
 
 
-def test_no_size():
-    refuses(lambda: Config().batch(2), "give train_batch_size")
-    refuses(lambda: Config.load({ACCUM: 3}).batch(2), f"{ACCUM} = 3 alone")
-    refuses(lambda: Config.load({TRAIN: 1}).batch(0), "replicas = 0")
-    words = "8: must be at least 16 .* 2 × 8 replicas., and a multiple of it; nearest valid: train_batch_size = 16, or "
-    refuses(lambda: Config.load({TRAIN: 8, MICRO: 2}).batch(8), words)  # no size of 0 is inferred
-    words = f"33: must equal {MICRO} 4 × {ACCUM} 4 .inferred. × 2 replicas = 32; nearest valid: {TRAIN} = 32 or 40"
-    refuses(lambda: Config.load({TRAIN: 33, MICRO: 4}).batch(2), words)
+def test_the_sizes_of_a_run_and_of_a_resume(pytestconfig):
+    """A resume keeps the global batch of the run, and of its other sizes what fits."""
+
+    def outcome(case):
+        former = [case["former"]] if "former" in case else []
+        try:
+            return list(Config.load(case["config"]).batch(case["replicas"], *former))
+        except ConfigError as error:
+            return str(error)
+
+    check_cases(Path(__file__).with_name("batches.jsonl"), outcome, pytestconfig)
+
+
+def test_a_mesh_of_too_few_devices():
     refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
-    refuses(
-        lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), "to simulate 8 devices on a CPU, begin with jax"
-    )
+    words = "to simulate 8 devices on a CPU, begin with jax"
+    refuses(lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), words)
