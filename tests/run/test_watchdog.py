@@ -90,9 +90,7 @@ def test_the_first_run_of_a_program_is_not_steady(monkeypatch):
     assert [work.steady for _, work in heartbeat._waiting] == [False, True, False]
 
 
-def test_bad_limits(monkeypatch):
-    words = r"watchdog\.floor = 60 and watchdog\.ceiling = 30: the floor must not be"
-    refuses(lambda: jzero.Config.load({"train_batch_size": 1, "watchdog": {"floor": 60, "ceiling": 30}}), words)
+def test_a_bad_limit(monkeypatch):
     monkeypatch.setenv("JZERO_HANG_TIMEOUT", "soon")
     refuses(lambda: watchdog.watch_for_hangs(600, 1800), "JZERO_HANG_TIMEOUT = 'soon': must be seconds")
 
