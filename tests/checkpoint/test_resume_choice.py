@@ -333,7 +333,6 @@ STATELESS = {
 
 
 def test_calls_after_a_refused_load(tmp_path):
-    """Of a damaged checkpoint."""
     engine = build(ONE, ema={"decay": 0.9}, scheduler={"type": "WarmupLR"})
     engine.save_checkpoint(tmp_path).wait()
     shutil.rmtree(tmp_path / "global_step0" / "state" / "d")

@@ -201,8 +201,6 @@ def test_no_key_of_deepspeed_is_unknown():
     assert set(aliases.RENAMED.values()) - {"tensor_parallel.tp"} <= settings, "every other name is that of a key"
 
 
-# ---------------------------------------------------------------- files of projects
-
 PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[3] / "shared/ds_configs")
 FILES = sorted(PLACE.glob("*.json"))
 # How the refusals of what jzero does not do begin. Any other refusal is a fault of jzero's reader.

@@ -64,7 +64,6 @@ def expected(name, messages):
 
 
 def row(tokens, trained):
-    """(inputs, labels) of a conversation."""
     return tokens, [t if on else -1 for t, on in zip(tokens[1:], trained[1:], strict=True)] + [-1]
 
 
@@ -256,7 +255,6 @@ def by_template(tokenizer, prompt, messages):
 
 
 def check_pairs(pairs, wanted):
-    """Compare the rows with [(chosen's inputs, its labels, rejected's, ...)]."""
     rows = pairs.rows(np.arange(len(pairs)))
     for number, (chosen, rejected) in enumerate(wanted):
         for side, (inputs, labels) in (("chosen", chosen), ("rejected", rejected)):

@@ -33,7 +33,6 @@ def command(monkeypatch):
 
 
 def goes_on(engine, directory, steps=STEPS):
-    """The next losses are DeepSpeed's."""
     found, expected = continued(engine, "mlp", steps), about(directory)["after"][:steps]
     np.testing.assert_allclose(found, expected, rtol=BOUND["fp32"])
 

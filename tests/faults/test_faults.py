@@ -23,7 +23,6 @@ PATIENCE = 20  # seconds on the wall clock of a busy machine
 
 
 def load(config):
-    """Load a config from a dict or a path."""
     return lambda folder: Config.load(config)
 
 
@@ -36,7 +35,6 @@ def hosts(text):
 
 
 def command(*words, **env):
-    """Plan a job with these options and variables."""
     parsed = [*words, "--no_python", "true"]
     return lambda folder: make_job(options.parse(parsed), {"PATH": "/bin:/usr/bin"} | env, str(folder))
 
@@ -52,8 +50,6 @@ def written(path, content):
 
 
 def batches(size):
-    """Load batches of `size` from 16 rows."""
-
     def provoke(folder):
         model = jzero.from_flax(MLP, cross_entropy)
         config = {"train_batch_size": size, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -106,7 +106,6 @@ def garbled(r, text, alphabet):
 
 
 def places(node, path=()):
-    """List the paths of all values in nested dicts and lists."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     return [path, *(found for key, child in items for found in places(child, (*path, key)))]
 

@@ -148,8 +148,6 @@ PAPER = {
 
 
 class Flat:
-    """A model of one array."""
-
     def __init__(self, size):
         self.shape = (1024, -(-int(size) // 1024))
 
@@ -269,7 +267,6 @@ LOOPS = (
 
 
 def areas(figure):
-    """Sum the area of the polygons of each category."""
     found = {}
     for polygons in figure.axes[0].collections:
         corners = (path.vertices.T for path in polygons.get_paths())

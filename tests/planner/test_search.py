@@ -50,9 +50,6 @@ def task(nodes=1, each=2, raw=RAW):
     return Task(raw, "llama:tiny", 128, CHANGES, Cluster("h200", nodes, each), Rates.of("h200"))
 
 
-# ---------------------------------------------------------------- candidates
-
-
 def test_count_by_hand():
     """4 GPUs, 4 layers, 16 rows.
 
@@ -133,9 +130,6 @@ def test_the_least_time_of_a_candidate():
     flops = (shape.flops_per_token(128) - of_attention) * 128 * 16
     expected = flops / 2 / dict(Rates.of("h200").products)["f16"] * 3 / 2
     assert Bounds(task(raw=raw)).seconds(candidate) == pytest.approx(expected, rel=0.005)
-
-
-# ---------------------------------------------------------------- the search
 
 
 @pytest.fixture

@@ -211,8 +211,6 @@ def test_state_in_host_memory_that_the_program_does_not_show():
     assert step_time(shown, RATES, host_bytes=10**9).step_s == step_time(shown, RATES).step_s
 
 
-# ---------------------------------------------------------------- control flow
-
 GIVEN = f"%x = {X} parameter(0)"
 BODY = (
     computation("body", GIVEN, gather(), f"%p = {MATMUL}", DONE, f"ROOT %o = {X} bitcast(%x)")
@@ -275,9 +273,6 @@ def test_mistakes():
         step_time(text.replace("is_scheduled=true, ", ""), RATES)
 
 
-# ---------------------------------------------------------------- compiled programs
-
-
 @on_gpu
 def test_compiled_layers():
     """A scanned stack of ZeRO-3 layers: the products and bytes of the source."""
@@ -297,9 +292,6 @@ def test_compiled_layers():
     assert t.wire == layers * width * width * 2 * 3 / 4
     assert t.step_s == pytest.approx(t.compute_s + t.exposed_s)
     assert 0 <= t.exposed_s < t.step_s
-
-
-# ------------------------------------------------------------------------------------------- collectives
 
 
 def test_a_collective_that_nothing_hides():

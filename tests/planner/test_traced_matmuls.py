@@ -112,8 +112,6 @@ def test_the_newest_line_of_the_model_counts():
         assert {p.where for p in count(traced, A, B).all} == {line(f, 1), line(f, 2)}
 
 
-# ---------------------------------------------------------------- XLA's programs
-
 CALL = re.compile(r'custom-call\(([^)]*)\).*custom_call_target="__(?:cublas|cudnn)')
 DEFINITION = re.compile(r"^\s*(?:ROOT )?(%[\w.-]+) = \(?(\w+)\[", re.M)
 

@@ -24,7 +24,6 @@ def annotated(directory):
 
 
 def train(engine, capsys, steps):
-    """What each step prints."""
     capsys.readouterr()
     printed = {}
     for step in range(1, steps + 1):
@@ -115,8 +114,6 @@ def test_processes_of_one_host_write_no_file_of_each_other(process, processes, e
     section = ProfilerConfig(steps=[1, 2], output_path="runs", all_processes=every)
     assert Trace(section).directory == directory
 
-
-# ---------------------------------------------------------------- without a run
 
 PARTS = {"a": FORWARD, "b": BACKWARD, "c": UPDATE, "d": OTHER, "ag": COLLECTIVES, "while.1": ""}
 MS = 1e6

@@ -240,9 +240,6 @@ def test_metrics_that_are_not_finite(tmp_path):
     assert np.isnan(read_run(tmp_path / "curves").curves["loss"].value[0])
 
 
-# ---------------------------------------------------------------- goodput
-
-
 def record(kind, time, **fields):
     return {"kind": kind, "time": float(time), **fields}
 
@@ -280,7 +277,6 @@ def refused(began, **fields):
 
 
 def begun(began):
-    """A start of 1 s."""
     return [started(began, began + 1), state(began + 1, 0)]
 
 
