@@ -102,12 +102,9 @@ def test_mpirun(here, monkeypatch):
     assert named.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
 
 
-def test_the_version(capsys):
+def test_the_version_and_a_path_that_cannot_be_used(capsys):
     assert cli.main(["--version"]) == cli.main(["run", "--version"]) == 0
     assert capsys.readouterr().out == f"jzero {jzero.__version__}\n" * 2
-
-
-def test_a_path_that_cannot_be_used_is_one_line(capsys):
     for words in (["x" * 300], ["plot", "x" * 300]):
         assert cli.main(words) == 2
         assert re.fullmatch(r"jzero: .*x{99}.*: File name too long\n", capsys.readouterr().err)

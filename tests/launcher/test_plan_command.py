@@ -176,11 +176,18 @@ def test_published_models_have_their_sizes():
         assert published.find_model(name).shape.num_parameters / 1e9 == pytest.approx(size, abs=6e-4), name
 
 
-def test_a_preset_says_what_it_is():
+def test_a_preset_says_what_it_is_and_its_fields_change():
     said = "llama:8b has the layers of llama3-8b, and a vocabulary of 32,000 instead of 128,256"
     assert named_models.about("llama:8b") == said
     assert named_models.about("llama:8b", ["vocab_size=128256"]) == named_models.about("qwen3-8b") == ""
     assert section_text(PlanSection("", note="warning: slow")) == "warning: slow"  # of a section without rows
+    for name, field, text, value in (
+        ("llama:8b", "rope_theta", "1000000", 1e6),
+        ("llama:8b", "family", "123", "123"),
+        ("moe:mixtral-8x7b", "mixture.capacity_factor", "1.25", 1.25),
+    ):
+        shape = named_models._changed(published.find_model(name).shape, [f"{field}={text}"])
+        assert attrgetter(field)(shape) == value
 
 
 VIT = {
@@ -242,13 +249,3 @@ def test_a_batch_that_does_not_fit(jzero_plan, tmp_path, monkeypatch):
     code, _, said = jzero_plan("--model mine_of_images:both --gpus_per_node 1 --tokens 1e9")
     assert (code, said.count("\n")) == (2, 1)
     assert "--tokens: the batch of mine_of_images:both has no tokens" in said
-
-
-def test_fields_of_a_preset():
-    for name, field, text, value in (
-        ("llama:8b", "rope_theta", "1000000", 1e6),
-        ("llama:8b", "family", "123", "123"),
-        ("moe:mixtral-8x7b", "mixture.capacity_factor", "1.25", 1.25),
-    ):
-        shape = named_models._changed(published.find_model(name).shape, [f"{field}={text}"])
-        assert attrgetter(field)(shape) == value

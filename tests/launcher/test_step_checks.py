@@ -235,7 +235,4 @@ def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
         engine.train_batch(batch(np.nan if i % 5 == 0 else SLOPES[i]))
     assert "spike:" not in capsys.readouterr().out
     assert np.isfinite(engine._checks._spikes._limits).all()
-
-
-def test_the_limit_of_values_that_do_not_change():
-    assert spike_threshold([2.0] * 30, 6) == pytest.approx(2.12)  # six times a hundredth of the median
+    assert spike_threshold([2.0] * 30, 6) == pytest.approx(2.12)  # values alike: six times a hundredth of the median

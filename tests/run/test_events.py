@@ -17,17 +17,7 @@ from helpers.refusals import refuses
 from helpers.regression import CONFIG, Regression
 
 import jzero
-from jzero.events import (
-    EVENTS,
-    EvaluationEnded,
-    EvaluationGiven,
-    Noticed,
-    SaveBegan,
-    SaveEnded,
-    StateStarted,
-    StepEnded,
-    StepGiven,
-)
+from jzero import events
 from jzero.run import result_waiter
 from jzero.run.clock import DEVICE, EVALUATION
 from jzero.run.result_waiter import ResultWaiter
@@ -41,7 +31,7 @@ def small(**more):
 
 def test_every_event_of_a_run_comes_in_order(tmp_path):
     made, found = engine(), []
-    for kind in EVENTS:
+    for kind in events.EVENTS:
         made.on(kind, found.append)
     losses = [float(made.train_batch(rows(seed))) for seed in range(2)]
     made._observers.waiter.settle()
@@ -56,20 +46,21 @@ def test_every_event_of_a_run_comes_in_order(tmp_path):
     made._observers.waiter.settle()
     made._tell()
     kinds = [type(event) for event in found]
-    assert set(kinds) == set(EVENTS)
-    for given, ended in ((StepGiven, StepEnded), (EvaluationGiven, EvaluationEnded), (SaveBegan, SaveEnded)):
-        assert kinds.index(given) < kinds.index(ended)
-    steps = [event for event in found if isinstance(event, StepEnded)]
+    assert set(kinds) == set(events.EVENTS)
+    for kind in ("Step", "Evaluation", "Save"):  # each is announced before it ends
+        begun = events.SaveBegan if kind == "Save" else getattr(events, f"{kind}Given")
+        assert kinds.index(begun) < kinds.index(getattr(events, f"{kind}Ended"))
+    steps = [event for event in found if isinstance(event, events.StepEnded)]
     assert [event.step for event in steps] == [1, 2, 3, 4, 5]
     assert [event.metrics["loss"] for event in steps[:2]] == losses
     assert all(type(x) is float for event in steps for x in event.metrics.values())
-    (ended,) = (event for event in found if isinstance(event, EvaluationEnded))
+    (ended,) = (event for event in found if isinstance(event, events.EvaluationEnded))
     assert (ended.step, ended.metrics["loss"]) == (2, evaluated)
-    (state,) = (event for event in found if isinstance(event, StateStarted))
+    (state,) = (event for event in found if isinstance(event, events.StateStarted))
     assert (state.step, state.origin) == (2, str(tmp_path / "global_step2"))
-    saves = [event.save for event in found if isinstance(event, SaveEnded)]
+    saves = [event.save for event in found if isinstance(event, events.SaveEnded)]
     assert [(save.path.name, save.error) for save in saves] == [("global_step2", None), ("second", None)]
-    assert [(event.step, event.what) for event in found if isinstance(event, Noticed)] == [(3, "not finite")]
+    assert [(event.step, event.what) for event in found if isinstance(event, events.Noticed)] == [(3, "not finite")]
 
 
 def test_a_function_may_evaluate_and_save(tmp_path):
@@ -81,7 +72,7 @@ def test_a_function_may_evaluate_and_save(tmp_path):
         made.eval_batch(rows(9))
         saved.append(made.save_checkpoint(tmp_path).wait().name)
 
-    made.on(StepGiven, save)
+    made.on(events.StepGiven, save)
     for seed in range(2):
         made.train_batch(rows(seed))
     assert saved == ["global_step1", "global_step2"]
@@ -92,10 +83,10 @@ def test_an_error_of_a_function_reaches_the_script_and_what_is_no_event_or_funct
     no_type = r".*must be a type of event of jzero.events: .*StepEnded"
     for event, function, words in (
         *((kind, print, no_type) for kind in ("StepEnded", int, None)),
-        (StepEnded, 3, r"StepEnded, 3\): must be a function"),
+        (events.StepEnded, 3, r"StepEnded, 3\): must be a function"),
     ):
         refuses(lambda event=event, function=function: made.on(event, function), rf"engine\.on\({words}")
-    made.on(StepGiven, lambda event: 1 / 0)
+    made.on(events.StepGiven, lambda event: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.train_batch(rows(0))
     assert made.global_steps == 1
@@ -120,7 +111,7 @@ def test_an_engine_goes_with_its_last_name():
 
 def test_the_losses_of_three_calls_are_known_when_their_step_was_given():
     made, losses, found = engine(), [], []
-    made.on(StepGiven, lambda event: found.extend(float(loss) for loss in losses))
+    made.on(events.StepGiven, lambda event: found.extend(float(loss) for loss in losses))
     for micro_batch in parts(0):
         losses.append(made(micro_batch))
         made.backward(losses[-1])

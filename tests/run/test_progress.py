@@ -22,19 +22,7 @@ from jzero.planner import GPUS
 from jzero.profiling.device_times import DeviceTimes
 from jzero.run import clock as clock_module
 from jzero.run import observers, step_memory, summary
-from jzero.run.clock import (
-    CHECKPOINT,
-    COMPILE,
-    DATA,
-    DEVICE,
-    EVALUATION,
-    HOST,
-    PROFILE,
-    SCRIPT,
-    START,
-    Clock,
-    Compilations,
-)
+from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
 from jzero.run.lines import Lines
 from jzero.run.speed import CompletedSteps, Ideal, Totals, ideal
 from jzero.run.summary import name_bottleneck
@@ -43,7 +31,7 @@ from jzero.step.batch import Amount, amount_of
 
 def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
     """Laps of whole seconds, with known events."""
-    now, compiled, worked = [0.0], Compilations(), {}
+    now, compiled, worked = [0.0], clock_module.Compilations(), {}
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(clock_module, "compilations", compiled)
     clock = Clock(lambda since, until: worked)
@@ -71,7 +59,7 @@ def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
 
 def test_the_compilation_inside_another_counts_once(monkeypatch):
     """Events arrive when they end; one at 10 s of 4 s contains those before it that end after 6 s."""
-    now, compiled = [0.0], Compilations()
+    now, compiled = [0.0], clock_module.Compilations()
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
 
     def add(end, seconds, event="/jax/core/compile/jaxpr_trace_duration"):
