@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from jzero.distributed.place import host_fault
 from jzero.errors import ConfigError
 from jzero.launcher import kubernetes, options
 from jzero.launcher.job import make_job
+from jzero.launcher.transports import BOOT
 
 FROZEN = [
     ("-H --hostfile", None), ("-i --include", ""), ("-e --exclude", ""), ("--num_nodes", -1),
@@ -43,85 +46,38 @@ def test_what_follows_the_script_is_its_own(capsys):
     assert all("goes to the script" in line and line.endswith("write it before train.py") for line in warnings)
 
 
-CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
+ENV = re.compile("(WORLD|LOCAL|CROSS)_SIZE|(LOCAL_|CROSS_)?RANK|MASTER_|CUDA_VISIBLE|JAX_(PLATF|NUM)|JZERO_HEARTBEAT_S")
 
 
-def contract(plan):
-    return [tuple(process["env"].get(name) for name in CONTRACT) for process in plan["processes"]]
+def test_what_a_command_plans(here, pytestconfig, monkeypatch):
+    """Ranks are node-major in the order of the hostfile; CUDA_VISIBLE_DEVICES is this machine's alone."""
 
-
-def test_ranks_are_node_major_in_hostfile_order(here):
-    path = here.hosts(f"{B} slots=2", f"{A} slots=3")
-    plan = here.dry("--hostfile", path, "train.py")
-    assert list(plan["hosts"].items()) == [(B, [0, 1]), (A, [0, 1, 2])]
-    assert plan["coordinator"] == f"{B}:29500"
-    names = ("rank", "local_rank", "host", "device_ids")
-    assert [tuple(process[name] for name in names) for process in plan["processes"]] == [
-        (0, 0, B, [0]), (1, 1, B, [1]), (2, 0, A, [0]), (3, 1, A, [1]), (4, 2, A, [2]),
-    ]  # fmt: skip
-    assert contract(plan) == [
-        ("0", "5", "0", "2", "0", "2", "0,1"), ("1", "5", "1", "2", "0", "2", "0,1"),
-        ("2", "5", "0", "3", "1", "2", "0,1,2"), ("3", "5", "1", "3", "1", "2", "0,1,2"),
-        ("4", "5", "2", "3", "1", "2", "0,1,2"),
-    ]  # fmt: skip
-    assert {(p["env"]["MASTER_ADDR"], p["env"]["MASTER_PORT"]) for p in plan["processes"]} == {(B, "29500")}
-    assert here.dry("-H", path, "--num_nodes", 1, "train.py")["hosts"] == {B: [0, 1]}
-    plan = here.dry("-H", path, "--one_process_per_node", "--master_addr", "c", "--master_port", 1, "train.py")
-    assert contract(plan) == [("0", "2", "0", "1", "0", "2", "0,1"), ("1", "2", "0", "1", "1", "2", "0,1,2")]
-    assert [process["device_ids"] for process in plan["processes"]] == [[0, 1], [0, 1, 2]]
-    env = plan["processes"][1]["env"]
-    assert (plan["coordinator"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("c:1", "c", "1")
-
-
-def test_visible_devices_of_this_machine(here):
-    """Without a hostfile, and with one that contains this machine."""
-    for where in ([], ["--hostfile", here.hosts("localhost slots=8")]):
-        for visible, words, ids in (
-            ("3,1", ["--num_nodes", "1", "--num_gpus", "1"], [3]),
-            ("3,1,0", ["--include", "localhost:0,3"], [3, 0]),
-            ("GPU-b,GPU-a", [], ["GPU-b", "GPU-a"]),
+    def outcome(case):
+        path = here.hosts(*case.get("hosts", ["a slots=1"]))
+        words = [*(["-H", path] if "hosts" in case and "default" not in case else []), *case["words"]]
+        with monkeypatch.context() as patch:
+            patch.setattr("jzero.launcher.job.HOSTFILE", path if "default" in case else "none")
+            patch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+            for name, value in {"JAX_PLATFORMS": "cuda", **case.get("env", {})}.items():
+                patch.setenv(name, value)
+            plan = here.dry(*words)
+        kept = {"host", "rank", "local_rank", "device_ids"}
+        processes = [{name: one[name] for name in one if name in kept} | one["env"] for one in plan["processes"]]
+        plan["processes"] = [{k: v for k, v in one.items() if k in kept or ENV.match(k)} for one in processes]
+        shown = json.dumps({name: plan[name] for name in ("hosts", "coordinator", "processes", "commands")})
+        for text, name in (
+            (shlex.quote(BOOT), "BOOT"),
+            (BOOT, "BOOT"),
+            (sys.executable, "PYTHON"),
+            (here.path, "HERE"),
         ):
-            here.setenv("CUDA_VISIBLE_DEVICES", visible)
-            plan = here.dry(*where, *words, "train.py")
-            assert plan["hosts"] == {"localhost": ids}
-            assert [process["device_ids"] for process in plan["processes"]] == [[id] for id in ids]
-            seen = {process["env"]["CUDA_VISIBLE_DEVICES"] for process in plan["processes"]}
-            assert seen == {",".join(map(str, ids))}
+            shown = shown.replace(json.dumps(str(text))[1:-1], name)
+        return json.loads(shown)
 
-
-def test_visible_devices_are_this_machines_alone(here, monkeypatch):
-    here.setenv("CUDA_VISIBLE_DEVICES", "1")
-    path = here.hosts(f"{A} slots=2", "localhost slots=2")
-    monkeypatch.setattr("jzero.launcher.job.HOSTFILE", path)  # the default one
-    assert here.dry("train.py")["hosts"] == {A: [0, 1], "localhost": [1]}
-    here.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert here.dry("--exclude", "localhost", "train.py")["hosts"] == {A: [0, 1]}
-
-
-def test_platform_cpu(here):
-    """It needs no count."""
-    here.setenv("JAX_PLATFORMS", "cuda")
-    for words, sizes in ((["--num_gpus=2"], ["1", "1"]), (["--num_gpus=3", "--one_process_per_node"], ["3"])):
-        env = [process["env"] for process in here.dry("--platform=cpu", *words, "train.py")["processes"]]
-        assert [(one["JAX_PLATFORMS"], one["JAX_NUM_CPU_DEVICES"]) for one in env] == [("cpu", size) for size in sizes]
-        assert "CUDA_VISIBLE_DEVICES" not in env[0]
-    plan = here.dry("--platform=cpu", "train.py", "run")
-    assert plan["hosts"] == {"localhost": [0]}
+    check_cases(Path(__file__).with_name("plans.jsonl"), outcome, pytestconfig)
+    plan = here.printed("--platform=cpu", "train.py", "run")
     assert cli.main(["run", "--dry_run", "--platform=cpu", "train.py", "run"]) == 0  # a word for the same
-    assert json.loads(here.capsys.readouterr().out) == plan
-    assert here.dry("--platform=cpu", "--include", "localhost:0,2", "train.py")["hosts"] == {"localhost": [0, 2]}
-
-
-def test_no_ssh_is_one_hosts_part_of_the_same_plan(here):
-    words = ["-H", here.hosts(f"{A} slots=2", f"{B} slots=2")]
-    whole = here.dry(*words, "train.py")
-    here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    for where in (words, ["--num_nodes", 2, "--num_gpus", 2]):  # with and without a hostfile
-        part = here.dry(*where, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")
-        assert contract(part) == contract(whole)
-        assert part["coordinator"] == whole["coordinator"] == f"{A}:29500"
-        assert [command[0] for command in part["commands"]] == [sys.executable]
-        assert part["processes"][0]["env"]["JZERO_HEARTBEAT_SECONDS"] == "8"  # no command sees all hosts
+    assert here.capsys.readouterr().out == plan
 
 
 def test_refused(here, pytestconfig):
