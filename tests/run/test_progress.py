@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, printed, rows, three_calls
 from helpers.refusals import compilations
+from helpers.stored_cases import check_cases
 
 from jzero.config import Config
 from jzero.display import live
@@ -236,53 +238,19 @@ def test_the_innermost_work_is_named(monkeypatch):
         assert slow.current() is None
 
 
-GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")
-BUSY = {DEVICE: 95.0, DATA: 3.0, HOST: 1.0, SCRIPT: 1.0}
-BF16, ADVICE = {"bf16": {"enabled": True}}, summary.MICRO[1]
-HIDDEN = DeviceTimes({"forward": 50.0, "backward": 40.0, "collectives": 10.0}, 200.0)
-EXPOSED = DeviceTimes({"forward": 40.0, "backward": 30.0, "collectives": 30.0}, 0.0)
-COMPUTE = "compute-bound: the devices computed, 95% of the time of the steps"
-COLLECTIVES = "communication-bound: collectives that no computation hides took, 30% of a profiled step"
+def test_the_verdict(pytestconfig):
+    """The largest wait is named, and what is advised is off and faster; a profile tells communication apart.
 
+    CPUs compute more slowly in bf16; a run must be long enough.
+    """
 
-def verdict(seconds=BUSY, devices=(GPU,), times=None, stage=0, **more):
-    config = Config.load({"train_batch_size": 8, "zero_optimization": {"stage": stage}, **more})
-    return name_bottleneck(seconds, config, list(devices), times)
+    def outcome(case):
+        config = Config.load({"train_batch_size": 8, **case.get("config", {})})
+        devices = [SimpleNamespace(platform=platform) for platform in case.get("devices", ["gpu"])]
+        times = DeviceTimes(*case["profile"]) if "profile" in case else None
+        return name_bottleneck(case["seconds"], config, devices, times)
 
-
-@pytest.mark.parametrize(
-    ("seconds", "arguments", "first"),
-    [
-        ({DEVICE: 60.0, DATA: 30.0, HOST: 5.0, SCRIPT: 5.0}, {}, "data-bound: the devices waited for data, 30% of the"),
-        ({DEVICE: 70.0, DATA: 9.0, HOST: 1.0, SCRIPT: 20.0}, {}, "script-bound: the devices waited for the script"),
-        ({DEVICE: 70.0, HOST: 30.0}, {}, "host-bound: the devices waited for the host to start a step, 30%"),
-        ({**BUSY, COMPILE: 900.0}, {}, COMPUTE),
-        (BUSY, {"devices": [GPU] * 8, "times": HIDDEN, "stage": 3}, "compute-bound"),
-        (BUSY, {"devices": [GPU] * 8, "times": EXPOSED, "stage": 3}, COLLECTIVES),
-    ],
-)
-def test_the_largest_wait_is_named(seconds, arguments, first):
-    """A profile tells communication from computation."""
-    lines = verdict(seconds, **arguments)
-    assert lines[0].startswith(first)
-    assert lines[1].startswith("try ")
-    assert 1 <= len(lines[1].split("; or ")) <= 3
-
-
-def test_what_is_advised_is_off_and_faster():
-    """CPUs compute more slowly in bf16; a run must be long enough."""
-    assert verdict()[1] == f"try bf16.enabled: true; or {ADVICE}"
-    assert verdict(devices=[CPU]) == [COMPUTE]
-    full = verdict(**BF16, activation_checkpointing={"policy": "full"})[1]
-    assert "bf16" not in full
-    assert 'policy: "matmuls"' in full
-    assert "matmuls" not in verdict(**BF16, activation_checkpointing={"policy": "none"})[1]
-    for stage in (1, 3):
-        advice = verdict(devices=[GPU] * 8, times=EXPOSED, stage=stage)[1]
-        assert ("zero_optimization.stage: 2" in advice) == (stage == 3)
-    (unknown,) = verdict(devices=[GPU] * 8, stage=3)
-    assert "wall_clock_breakdown" in unknown
-    assert verdict({part: spent / 10 for part, spent in BUSY.items()}) == []
+    check_cases(Path(__file__).with_name("verdicts.jsonl"), outcome, pytestconfig)
 
 
 TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
