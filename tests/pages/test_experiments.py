@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optax
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.sampling import some
+from helpers.stored_cases import check_cases
 
 import jzero
 from experiments import clip, gpt, images, pretrain, quickstart, text, tokens
@@ -121,39 +123,24 @@ def test_quickstart_leaves_its_files(tmp_path, capsys):
     assert (out / "checkpoint" / "latest").read_text() == "global_step12"
 
 
-@pytest.mark.parametrize(
-    ("program", "options", "named"),
-    [
-        (pretrain, "--set layers=3", "layers=3"),
-        (pretrain, "--preset 9b", "9b"),
-        (pretrain, "--config no-such-file.json", "no-such-file.json"),
-        (pretrain, "--override mesh.pip=2", '"pipe"'),
-        (pretrain, "--override mesh.pipe=3", "mesh.pipe = 3"),
-        (quickstart, "--setps 3", "--setps"),
-        (quickstart, "--config {nonsense", "--config"),
-        (quickstart, "--config no-such-file.json", "no-such-file.json"),
-        (quickstart, '--config {"optimizr":{}}', "optimizer"),
-        (quickstart, "--sequence 100000000", "--sequence"),
-        (tokens, ". --out .", "contains no files that match --files *.txt"),
-        (tokens, "none.txt --out .", "No such file"),
-        (tokens, "pyproject.toml --bpe 7 --out .", "vocab_size = 7: must be at least 257"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_a_mistake_is_one_line(program, options, named, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line(pytestconfig, capsys, tmp_path, monkeypatch):
     """Before anything is trained or written."""
+
+    def outcome(case):
+        program = {"pretrain": pretrain, "quickstart": quickstart, "tokens": tokens}[case[0]]
+        with pytest.raises(SystemExit, match="2"):
+            program.main(case[1].split())
+        said = capsys.readouterr().err.splitlines()
+        if program is not tokens:
+            assert [line for line in said if not line.startswith("usage: ")] == said[-1:]
+            assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
+        # Without what other versions of Python and later models change.
+        return re.sub(r"(choose from |LlamaConfig\(|text has ).*", r"\1...", said[-1])
+
     monkeypatch.setattr(pretrain, "CORPUS", 100_000)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("text")
-    with pytest.raises(SystemExit) as stopped:
-        program.main(options.split())
-    said = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2
-    assert named in said[-1]
-    if program in (pretrain, quickstart):
-        assert [line for line in said if not line.startswith("usage: ")] == said[-1:]
-    if program is not tokens:
-        assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
+    check_cases(Path(__file__).with_name("mistakes.jsonl"), outcome, pytestconfig)
 
 
 def test_the_corpus_its_windows_and_its_bigrams():
