@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write(script: str, lines: Iterable[str]) -> None:
-    """Rewrite the page of a script, `faults.md` for `faults.py`, with these lines below the mark."""
+    """Rewrite the page of a script, `recipes.md` for `recipes.py`, with these lines below the mark."""
     page = Path(script).with_suffix(".md")
     page.write_text(replaced(script, page.read_text(encoding="utf-8"), lines), encoding="utf-8")
 

@@ -34,9 +34,6 @@ def steps(path, *numbers, **more):
         save({"x": jnp.ones(3)}, path, f"global_step{n}", **more).wait()
 
 
-# ------------------------------------------------------------------------------------------- save and restore
-
-
 def test_what_is_read_is_what_was_saved(tmp_path):
     saved = state()
     under_way = save(saved, tmp_path, "a", notes={"epoch": np.int64(3), "best": jnp.float32(0.5)})
@@ -107,9 +104,6 @@ def test_copies_are_spread_over_the_axes_of_replicas():
         assert copied.is_equivalent_to(after, len(shape))
 
 
-# ------------------------------------------------------------------------------------------- what is kept
-
-
 def test_max_to_keep(tmp_path):
     steps(tmp_path, 1, 2, 10, 3, max_to_keep=2)  # resumes from an older step
     save({"x": jnp.ones(3)}, tmp_path, "best", max_to_keep=2).wait()
@@ -170,9 +164,6 @@ def test_unreadable_directories(tmp_path, monkeypatch):
     assert str(problem) == f"checkpoint {tmp_path}/global_step3: Permission denied"
 
 
-# ------------------------------------------------------------------------------------------- checksums
-
-
 @settings(max_examples=20, deadline=None)
 @given(dtype=st.sampled_from(["float32", "bfloat16", "int8", "bool"]), place=st.integers(0, 23), bit=st.integers(0, 7))
 def test_a_checksum_sees_every_change(dtype, place, bit):
@@ -196,9 +187,6 @@ def test_a_checksum_in_parts_by_numpy_sees_the_order(dtype, monkeypatch):
         )
     assert same == total
     assert total not in others
-
-
-# ------------------------------------------------------------------------------------------- damage
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # one error, no further tracebacks
@@ -239,8 +227,6 @@ def test_changed_notes_and_leaves_are_noticed(tmp_path):
         with pytest.raises(jzero.CheckpointError, match=f"a is damaged: {words}"):
             Checkpoint.find(tmp_path).read({"params/w": shardings(state())["params"]["w"]})
 
-
-# ------------------------------------------------------------------------------------------- mistakes
 
 OWN = ["latest", "latest.new", schema.FILE, lock.LOCK, f"{lock.LOCK}.0123456789abcdef"]  # files in the directory
 

@@ -69,7 +69,6 @@ def held_by(tmp_path):
 
 
 def change(tmp_path, **fields):
-    """Change what the lock says about its owner."""
     file = tmp_path / "runs" / ".lock"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 

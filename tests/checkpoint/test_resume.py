@@ -87,32 +87,6 @@ def sized(zero, *sizes, **more):
     return build((2, {"zero": zero}, 2, {}), **dict(zip(SIZES, sizes, strict=True)), **more)
 
 
-# What the config gives now, the replicas now; the run's global batch, micro-batch and replicas, what its config gave.
-BATCHES = [
-    ((None, 2, 2), 4, (32, 2, 8, (None, 2, 2)), (32, 2, 4)),  # fewer replicas: the accumulation changes
-    ((32, None, 2), 4, (32, 2, 8, (32, None, 2)), (32, 4, 2)),  # or the micro-batch, if the config gives none
-    ((32, 2, 8), 1, (32, 2, 2, (32, 2, 8)), (32, 2, 16)),  # all three, as the run's: they were of other replicas
-    ((None, 2, 4), 8, (32, 2, 8, (None, 2, 2)), (64, 2, 4)),  # the config was edited
-    ((16, 2, 4), 2, (32, 2, 8, (None, 2, 2)), (16, 2, 4)),
-    ((None, 2, 8), 2, (48, 2, 2, (None, 2, 8)), (48, 2, 12)),  # set_train_batch_size in the run
-    ((32, 2, None), 2, (48, 2, 2, (None, 2, 8)), (32, 2, 8)),
-    ((32, None, 4), 8, (32, 4, 2, (32, None, 4)), (32, 1, 4)),
-    ((32, None, 2), 8, (32, 16, 1, (32, None, 2)), (32, 2, 2)),  # 8 replicas have no room for micro-batches of 16
-    ((None, 8, None), 3, (32, 2, 8, (None, 2, 2)), "train_batch_size = 32: must be a multiple of 24"),
-    ((32, 2, 2), 4, (32, 2, 8, (None, 2, 2)), r"train_batch_size = 32: must equal .* 2 × .* 2 × 4 replicas"),
-]
-
-
-@pytest.mark.parametrize(("now", "replicas", "former", "expected"), BATCHES)
-def test_the_global_batch_stays(now, replicas, former, expected):
-    config = jzero.Config.load({"optimizer": {"type": "SGD", "params": {"lr": 1}}} | dict(zip(SIZES, now, strict=True)))
-    former = dict(zip(("train", "micro", "replicas", "given"), (*former[:3], [*former[3]]), strict=True))
-    if isinstance(expected, str):
-        refuses(lambda: config.batch(replicas, former), expected)
-    else:
-        assert config.batch(replicas, former)[:3] == expected
-
-
 def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     """A config that names the global batch is right, one that does not has the checkpoint's."""
     engine = sized(2, 32, 2, 8)

@@ -6,6 +6,7 @@ import os
 import shutil
 import zlib
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +16,7 @@ from helpers.engines import parts
 from helpers.refusals import refuses
 from helpers.resuming import no_signal_handler  # noqa: F401
 from helpers.sampling import keep
+from helpers.stored_cases import check_cases
 from layouts import LAYOUTS, assert_same, batch, build, data
 
 import jzero
@@ -215,28 +217,16 @@ def fed(tmp_path_factory):
     return path
 
 
-BEGUN, ORDER = {"epoch": 0, "samples": 32}, {"samples": 100, "seed": 0}
-ELSE = "other data than the checkpoint's, or in another order from here on: "
+def test_other_data_are_said(fed, capfd, pytestconfig):
+    """Data without a length are in their own order."""
 
+    def outcome(case):
+        return describe_other_data(SimpleNamespace(**case["loader"]) if case["loader"] else None, case["notes"], 3)
 
-@pytest.mark.parametrize(
-    ("order", "notes", "words"),
-    [
-        (ORDER, {"data": BEGUN, "order": ORDER}, ""),
-        (ORDER | {"seed": 3}, {"data": BEGUN, "order": ORDER}, f"{ELSE}seed was 0, is 3"),
-        ({}, {"data": BEGUN, "order": {}}, ""),  # data without a length, in their own order
-        (None, {"data": BEGUN}, "the checkpoint has a position in training_data, but this run has no training_data"),
-        (None, {"data": None}, ""),
-        (ORDER, {}, "the checkpoint is of step 3 but has no position in training_data, which begins at its start"),
-    ],
-)
-def test_other_data_are_said(order, notes, words):
-    assert describe_other_data(None if order is None else SimpleNamespace(order=order), notes, 3) == words
-
-
-def test_other_data_are_said_in_the_run(fed, capfd):
+    check_cases(Path(__file__).with_name("other_data.jsonl"), outcome, pytestconfig)
     build(ONE, training_data=data(101), resume=fed, seed=3)
-    assert f"{ELSE}samples was 100, is 101, seed was 0, is 3" in capfd.readouterr().err
+    words = "or in another order from here on: samples was 100, is 101, seed was 0, is 3"
+    assert words in capfd.readouterr().err
 
 
 def test_the_directory_of_the_config(tmp_path, monkeypatch):
@@ -333,7 +323,6 @@ STATELESS = {
 
 
 def test_calls_after_a_refused_load(tmp_path):
-    """Of a damaged checkpoint."""
     engine = build(ONE, ema={"decay": 0.9}, scheduler={"type": "WarmupLR"})
     engine.save_checkpoint(tmp_path).wait()
     shutil.rmtree(tmp_path / "global_step0" / "state" / "d")

@@ -1,16 +1,26 @@
-"""Configs: what loads unchanged and where it comes from, all problems at once, every value and key, reprs."""
+"""Configs: what loads and where it comes from, what DeepSpeed's files have besides settings, and all mistakes at once.
+
+DeepSpeed's names are those of its source: runtime/zero/config.py (`alias`), runtime/config_utils.py (pydantic's lax
+mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does not ask for). Config files of many
+projects, if they are at hand, load, or are refused by one line for each cause they have. Their directory is
+`JZERO_DS_CONFIGS`, else `shared/ds_configs` beside the repository.
+"""
 
 import base64
 import copy
 import json
+import os
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from helpers.configs import TUTORIAL_ZERO3, nest, problem, problems
+from helpers.refusals import refuses
+from helpers.stored_cases import check_cases
 
 from jzero import config as config_module
-from jzero.config import Config, keys, screen
+from jzero.config import Config, aliases, keys, screen
 from jzero.errors import ConfigError
 from jzero.optimizers import table
 
@@ -28,6 +38,8 @@ def test_every_source_gives_the_same_config(tmp_path):
     assert Config.load(expected) is expected
     assert pickle.loads(pickle.dumps(expected)) == expected
     assert eval(repr(expected), vars(config_module)).model_dump() == expected.model_dump()
+    file.write_text('{"steps_per_print": Infinity}')  # as accelerate writes it
+    assert Config.load(file).steps_per_print is None
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,38 @@ def test_duplicate_keys_at_any_depth(tmp_path, comment):
     assert "given twice" in problem(base64.urlsafe_b64encode(b'{"seed": 1, "seed": 2}').decode())
 
 
+def test_each_mistake_is_one_line(pytestconfig):
+    """No contradiction follows from a key that is misspelled."""
+
+    def outcome(given):
+        (line,) = refuses(lambda: Config.load(given).mesh_degrees(8)).splitlines()
+        return line
+
+    check_cases(Path(__file__).with_name("mistakes.jsonl"), outcome, pytestconfig)
+    assert problem({3: 4}).startswith("3 = 4: unknown key")
+
+
+def test_what_loads(pytestconfig):
+    """The values in their types, what is replaced, ignored or left open, and the mesh of eight devices."""
+
+    def outcome(given):
+        config = Config.load(given)
+        found = {
+            "config": repr(config),
+            "precision": config.precision,
+            "recomputed": getattr(config.activation_checkpointing, "kind", None),
+            "open": config.autos,
+            "replaced": [f"{key}: {by}" for key, _, by in config.replaced],
+            "ignored": [f"{key}: {why}" for key, _, why in config.ignored],
+            "mesh": {axis: degree for axis, degree in config.mesh_degrees(8).items() if degree > 1},
+            "curricula": [*config.curricula],
+        }
+        return json.loads(json.dumps({name: value for name, value in found.items() if value}))
+
+    check_cases(Path(__file__).with_name("loads.jsonl"), outcome, pytestconfig)
+    assert type(Config.load({"gradient_clipping": True}).gradient_clipping) is float
+
+
 def test_all_problems_come_at_once():
     found = problems({
         "train_batch_sise": 1, "seed": "x", "fp16": {"enabled": True, "hysteresis": -1}, "bf16": {"enabled": True},
@@ -93,49 +137,8 @@ def test_an_optimizer_needs_little_but_its_type():
         assert Config.load({"optimizer": {"type": name, "params": {}}}).optimizer.params == {}
 
 
-@pytest.mark.parametrize(
-    ("section", "kind"),
-    [
-        ({}, "none"),
-        ({"partition_activations": True, "contiguous_memory_optimization": True, "profile": True}, "none"),
-        ({"cpu_checkpointing": True}, "full"),
-        ({"policy": "matmuls", "cpu_checkpointing": True}, "matmuls"),
-        ({"policy": "none"}, "none"),
-    ],
-)
-def test_only_what_asks_for_recomputation_gets_it(section, kind):
-    assert Config.load({"activation_checkpointing": section}).activation_checkpointing.kind == kind
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
-        ("gradient_allreduce_op", "SUM", "sum"),
-        ("communication_data_type", "bfloat16", "bf16"),
-        ("communication_data_type", "torch.half", "fp16"),
-        ("data_types.grad_accum_dtype", None, "fp32"),
-        ("gradient_clipping", True, 1.0),
-        ("gradient_clipping", False, 0.0),
-        ("train_batch_size", 32.0, 32),
-        ("frozen_parameters", ["embed.*", "^head$"], ("embed.*", "^head$")),
-        ("compiler_options", {"a": True, "b": 1, "c": 1.5, "d": "auto"}, {"a": True, "b": 1, "c": 1.5, "d": "auto"}),
-        ("zero_optimization.mics_shard_size", -1, -1),
-        ("zero_optimization", True, config_module.ZeroConfig(stage=1)),
-        ("bf16.auto_cast", "auto", "auto"),
-        ("fp16.initial_scale_power", 127, 127),
-        ("fp16.loss_scale", 3e38, 3e38),
-        ("fp16.min_loss_scale", 0.25, 0.25),
-    ],
-)
-def test_accepted_values(path, value, expected):
-    node = Config.load(nest(path, value))
-    for key in path.split("."):
-        node = getattr(node, key)
-    assert node == expected
-    assert type(node) is type(expected)
-
-
 def test_every_replaced_key_loads_and_is_reported():
+    assert not set(screen.FIELDS) & set(keys.KEYS)  # no row hides a field
     for path in filter(keys.is_replaced, keys.KEYS):
         row = keys.KEYS[path]
         value = next(v for v in (True, 4, ["a"], "fp32", "info", "Fail") if _parses(row.kind, v))
@@ -158,27 +161,64 @@ def _parses(kind, value) -> bool:
     return True
 
 
-def test_what_asks_for_nothing_loads_in_silence():
-    """The default of every key is in tests/golden/config.json."""
-    given = {
-        "tensorboard": {}, "nebula": False, "elasticity": {"enabled": False, "min_gpus": 2}, "aio": {},
-        "pipeline": {"stages": "auto"}, "sequence_parallel_size": 1, "sparse_attention": {}, "log_level": None,
-        "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}, "keep_module_on_host": False},
-        "checkpoint": {"use_node_local_storage": False, "writer": {}}, "amp": {"enabled": False},
-        "torch_autocast": {"enabled": False, "dtype": "bfloat16"}, "vocabulary_size": None, "mesh": {"pipe": 1},
-        "autotuning": {"enabled": "auto", "fast": True}, "optimizer": None, "compile": {"passes": None},
-        "zero_optimization": {
-            "offload_param": {"device": "none"}, "offload_optimizer": None, "cpu_offload": False, "zenflow": {},
-            "zero_quantized_weights": False, "zeropp_loco_param": None, "overlap_comm": None,
-        },
-        "compression_training": {
-            "weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {}},
-        },
-    }  # fmt: skip
-    config = Config.load(given)
-    assert repr(config) == str(config) == "Config()"
-    assert (config.replaced, config.ignored) == ((), ())
+def test_every_ignored_key_loads_and_is_reported():
+    types = {"optimizer": "Adam", "scheduler": "WarmupLR"}
+    for path, row in keys.KEYS.items():
+        if row.fate == "ignored":
+            data, section = nest(path, 3), path.split(".")[0]
+            if section in types:
+                data[section]["type"] = types[section]
+            config = Config.load(data)
+            assert config.ignored == ((path, 3, row.text),)
+            assert config.replaced == ()
 
 
-def test_no_row_hides_a_field():
-    assert not set(screen.FIELDS) & set(keys.KEYS)
+def test_strict_false_makes_warnings_of_unknown_keys():
+    given = {"train_batch_sise": 1, "fp16": {"enabld": True}, "wandb": {"projet": "p"}, "made_up": {"a": 1}}
+    found = problems(given)
+    config = Config.load({**given, "strict": False})
+    assert sorted(f"{entry.key}" for entry in config.ignored) == sorted(line.split(" = ")[0] for line in found)
+    why = {entry.key: entry.why for entry in config.ignored}
+    assert all(text.startswith("unknown key; ") for text in why.values())
+    assert why["fp16.enabld"].endswith('did you mean "enabled"?')
+    assert (config.strict, Config().strict) == (False, True)
+    assert "seed" in problem({"strict": False, "seed": "x"}), "a wrong value stays an error"
+    assert any("true or false" in line for line in problems({"strict": "no", "made_up": 1}))
+
+
+def test_no_key_of_deepspeed_is_unknown():
+    """deepspeed_keys.txt: every key that DeepSpeed's source reads (its pydantic models and `param_dict.get` calls), at
+    commit edaa7221 of August 2026.
+    """
+    theirs = (Path(__file__).parent / "deepspeed_keys.txt").read_text().split()
+    assert len(set(theirs)) == len(theirs) > 300
+    known = {*screen.KNOWN, *keys.KEYS, *aliases.DEPRECATED}
+    assert [key for key in theirs if aliases.renamed(key) not in known] == []
+    settings = {key for key, row in keys.KEYS.items() if row.fate != "ignored"} | set(screen.FIELDS)
+    assert set(aliases.RENAMED.values()) - {"tensor_parallel.tp"} <= settings, "every other name is that of a key"
+
+
+PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[3] / "shared/ds_configs")
+FILES = sorted(PLACE.glob("*.json"))
+# How the refusals of what jzero does not do begin. Any other refusal is a fault of jzero's reader.
+CAUSES = (
+    r"zero_optimization\.offload_optimizer\.device = ",
+    r"zero_optimization\.offload_param\.device = ",
+    r"sequence_parallel_size = \d+: not yet supported",
+    r"pipeline\.chunks = \d+: schedule \"1f1b\" has one chunk per stage",
+)
+
+
+@pytest.mark.skipif(not FILES, reason="no directory of configs (JZERO_DS_CONFIGS)")
+def test_configs_of_many_projects():
+    stopped, wrong = 0, []
+    for file in FILES:
+        try:
+            Config.load(file)
+        except ConfigError as error:
+            lines, stopped = error.problems, stopped + 1
+            causes = [next((cause for cause in CAUSES if re.match(cause, line)), None) for line in lines]
+            if None in causes or len(set(causes)) < len(causes) or max(map(len, lines)) > 500:
+                wrong.append((file.name, lines))
+    assert wrong == []
+    assert len(FILES) != 62 or stopped <= 1

@@ -1,8 +1,10 @@
 """Batch sizes and mesh degrees: arithmetic, and advice that is right."""
 
-import pytest
-from helpers.configs import nest, problem
+from pathlib import Path
+
+from helpers.configs import problem
 from helpers.refusals import refuses
+from helpers.stored_cases import check_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,42 +46,6 @@ def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas):
         assert accum in (None, got.accum)
 
 
-@pytest.mark.parametrize(
-    ("given", "replicas", "sizes"),
-    [
-        ((32, None, 2), 2, (32, 8, 2, f"{MICRO} = 8")),
-        ((32, "auto", 2), 8, (32, 2, 2, f"{MICRO} = 2")),
-        (("auto", "auto", 2), 2, (32, 8, 2, f"{TRAIN} = 32")),  # "auto" means 8 in a fresh run
-        ((32, 4, 2), 2, (32, 4, 4, f"{ACCUM} = 4 instead of the config's 2")),
-        ((32, None, 8), 8, (32, 4, 1, f"{MICRO} = 4, {ACCUM} = 1 instead of the config's 8")),
-        ((32, None, None), 2, (32, 4, 4, f"{MICRO} = 4, {ACCUM} = 4")),
-        ((None, 4, 2), 1, (32, 4, 8, f"{TRAIN} = 32, {ACCUM} = 8 instead of the config's 2")),
-    ],
-)
-def test_a_resume_on_other_devices_keeps_the_sizes_that_fit(given, replicas, sizes):
-    """The run of the checkpoint had the same config: 32 = 4 x 2 x 4 replicas."""
-    config = Config.load(dict(zip((TRAIN, MICRO, ACCUM), given, strict=True)))
-    numbers = [None if size == "auto" else size for size in given]
-    former = {"train": 32, "micro": 4, "replicas": 4, "given": numbers}
-    assert config.batch(replicas, former) == sizes
-
-
-@pytest.mark.parametrize(
-    ("given", "tensor"),
-    [
-        ({"mesh": {"tensor": -1, "zero": 2}}, 4),
-        ({"tensor_parallel": {"autotp_size": 2}}, 2),
-        ({"tensor_parallel": {"tp": {"tp_size": 4}}}, 4),
-        ({"tensor_parallel": {"autotp_size": 4}, "mesh": {"tensor": -1, "zero": 2}}, 4),
-        ({"tensor_parallel": {"autotp_size": 1}, "mesh": {"tensor": 2}}, 2),
-    ],
-)
-def test_degree_of_tensor(given, tensor):
-    """`zero` has the rest."""
-    degrees = Config.load(given).mesh_degrees(8)
-    assert (degrees["tensor"], degrees["zero"]) == (tensor, 8 // tensor)
-
-
 axis = st.none() | st.integers(1, 8)
 
 
@@ -107,37 +73,20 @@ def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mic
         refuses(lambda: Config.load(source).mesh_degrees(devices), rf"the number of devices, {devices}; what fits: ")
 
 
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ({"mesh": {"data": 3}}, ["mesh.data = 3: must divide the number of devices, 8", "mesh.data = 1, 2, 4 or 8"]),
-        ({"mesh": {"data": 2, "zero": 2}}, ["data 2 × mesh.zero 2 = 4 devices: must equal", "data = 4", "zero = 4"]),
-        (nest("zero_optimization.mics_shard_size", 3), ["zero_optimization.mics_shard_size = 3", "1, 2, 4 or 8"]),
-        ({**nest("zero_optimization.mics_shard_size", 4), "mesh": {"data": 1}},
-            ["zero_optimization.mics_shard_size = 4", "the number of devices, 8", "mesh.data = 2"]),
-        ({"mesh": {"tensor": 3, "zero": 1}}, [
-            "mesh.zero 1 × mesh.tensor 3 = 3 devices: must equal the number of devices, 8",
-            "what fits: mesh.tensor = 8; mesh.tensor = 1, 2, 4 or 8 with mesh.zero = -1 (the rest)"]),
-        ({"mesh": {"tensor": 2, "zero": 1}},
-            ["mesh.zero 1 × mesh.tensor 2 = 2 devices", "fits: mesh.data = 4; mesh.zero = 4; mesh.tensor = 8"]),
-        ({"data_parallel_size": 4}, ["data_parallel_size = 4", "data 1 × zero 8 = 8"]),
-    ],
-)  # fmt: skip
-def test_mesh_errors(given, parts):
-    message = refuses(lambda: Config.load(given).mesh_degrees(8))
-    assert [part for part in parts if part not in message] == []
-    assert "mesh.pipe = 2" not in message, "no advice for what was not asked for"
+def test_the_sizes_of_a_run_and_of_a_resume(pytestconfig):
+    """A resume keeps the global batch of the run, and of its other sizes what fits."""
+
+    def outcome(case):
+        former = [case["former"]] if "former" in case else []
+        try:
+            return list(Config.load(case["config"]).batch(case["replicas"], *former))
+        except ConfigError as error:
+            return str(error)
+
+    check_cases(Path(__file__).with_name("batches.jsonl"), outcome, pytestconfig)
 
 
-def test_no_size():
-    refuses(lambda: Config().batch(2), "give train_batch_size")
-    refuses(lambda: Config.load({ACCUM: 3}).batch(2), f"{ACCUM} = 3 alone")
-    refuses(lambda: Config.load({TRAIN: 1}).batch(0), "replicas = 0")
-    words = "8: must be at least 16 .* 2 × 8 replicas., and a multiple of it; nearest valid: train_batch_size = 16, or "
-    refuses(lambda: Config.load({TRAIN: 8, MICRO: 2}).batch(8), words)  # no size of 0 is inferred
-    words = f"33: must equal {MICRO} 4 × {ACCUM} 4 .inferred. × 2 replicas = 32; nearest valid: {TRAIN} = 32 or 40"
-    refuses(lambda: Config.load({TRAIN: 33, MICRO: 4}).batch(2), words)
+def test_a_mesh_of_too_few_devices():
     refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
-    refuses(
-        lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), "to simulate 8 devices on a CPU, begin with jax"
-    )
+    words = "to simulate 8 devices on a CPU, begin with jax"
+    refuses(lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), words)

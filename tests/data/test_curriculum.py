@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.curricula import LEGACY, LENGTH, NEWER
 from helpers.engines import printed, three_calls
 from helpers.oracle import plain_loop
 from helpers.refusals import refuses
@@ -22,6 +21,26 @@ from jzero.data.curriculum import curriculum_of
 from jzero.display.text_table import size_text
 from jzero.planner import memory
 
+LENGTH = 12  # of whole sequences
+LINEAR = {"total_curriculum_step": 4, "difficulty_step": 4}
+LEGACY = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": LENGTH,
+    "schedule_type": "fixed_linear", "schedule_config": LINEAR,
+}  # fmt: skip
+NEWER = {
+    "enabled": True, "seed": 1,
+    "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 2}},
+    "data_sampling": {
+        "enabled": True, "num_epochs": 2, "num_workers": 0, "dynamic_batching": {"enabled": False},
+        "curriculum_learning": {
+            "enabled": True, "data_cluster_path": "/nowhere",
+            "curriculum_metrics": {"seqlen_truncate": {
+                "difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 4,
+                "max_difficulty": LENGTH, "schedule_type": "fixed_linear", "schedule_config": LINEAR,
+            }},
+        },
+    },
+}  # fmt: skip
 VOCABULARY, ROWS = 11, 8
 LENGTHS = [4, 8, 8, 12, 12]  # of the first steps
 

@@ -132,22 +132,6 @@ def test_every_kind_of_data_gives_the_same(kind):
     assert all(x.sharding == loader.step.batch_sharding for x in batch.values())
 
 
-def test_what_was_read_ahead_does_not_count():
-    source = Rows(100)
-    loader = DataLoader(source, Sizes(2, 2, 2), seed=1)
-    assert loader.position == {"epoch": 0, "samples": 0}
-    batches = iter(loader)
-    given = numbers(next(batches) for _ in range(4))
-    while len(source.read) < 24:  # the thread reads ahead
-        assert threading.active_count() > 1
-    assert loader.position == {"epoch": 0, "samples": 16}
-    next(batches)
-    assert loader.position == {"epoch": 0, "samples": 20, "begun": 4}
-    other = DataLoader(Rows(100), Sizes(8, 1, 1), seed=1)
-    other.seek({"epoch": 0, "samples": 16})
-    assert sorted(given + numbers(other)[:84]) == list(range(100))
-
-
 def test_iterating_again_is_the_next_epoch():
     loader = DataLoader(Rows(16), Sizes(4, 1, 1), seed=1)
     whole = [numbers(loader) for _ in range(4)]

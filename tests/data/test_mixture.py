@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import jax.numpy as jnp
@@ -184,19 +185,12 @@ def test_a_run_knows_what_it_read():
     assert dropped.report_notes()[-2:] == ends
 
 
-class Mean:
-    """A model that has one parameter."""
-
-    def init(self, rng):
-        return {"w": jnp.zeros(2)}
-
-    def loss(self, params, batch, rng):
-        return jnp.mean((batch["y"] - params["w"]) ** 2)
-
-
 def test_an_engine_reports_and_resumes_a_mixture(tmp_path, capsys):
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
-    make = partial(jzero.initialize, model=Mean(), config=config, training_data=mixture(seed=2))
+    mean = SimpleNamespace(
+        init=lambda rng: {"w": jnp.zeros(2)}, loss=lambda params, batch, rng: jnp.mean((batch["y"] - params["w"]) ** 2)
+    )
+    make = partial(jzero.initialize, model=mean, config=config, training_data=mixture(seed=2))
     engine, *_ = make()
     assert "\nTraining data\n  - mixture of web (70 samples), code (30 samples)" in capsys.readouterr().out
     losses = [float(engine.train_batch()) for _ in range(3)]

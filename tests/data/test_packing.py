@@ -32,7 +32,6 @@ def documents(n):
 
 
 def unpacked(rows):
-    """The pieces of the rows, each (inputs, labels)."""
     found = []
     for inputs, labels, segments in zip(*(rows[name] for name in ("inputs", "labels", "segments")), strict=True):
         last = segments.max()

@@ -206,7 +206,6 @@ def worker(case, out):
 
 
 def make(case, out):
-    """Run the processes of a case."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     with socket.socket() as found:

@@ -52,7 +52,6 @@ def make_mlp():
 
 
 def about(directory):
-    """What DeepSpeed's run wrote about itself: its config, and the losses of its continuation."""
     return json.loads((directory / "losses.json").read_text())
 
 
@@ -83,7 +82,6 @@ def batch(kind, step):
 
 
 def continued(engine, kind, steps=STEPS):
-    """The losses of the next steps."""
     return [float(engine.train_batch(batch(kind, STEPS + n))) for n in range(steps)]
 
 

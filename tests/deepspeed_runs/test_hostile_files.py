@@ -52,8 +52,6 @@ def archive(path, pickled, storages=(), compress=zipfile.ZIP_STORED, byteorder="
 
 
 class Call:
-    """Pickles as a call of a function."""
-
     def __init__(self, function, *args):
         self.call = function, args
 
@@ -62,12 +60,10 @@ class Call:
 
 
 def text(some):
-    """The pickle of a text."""
     return b"X" + struct.pack("<I", len(some)) + some.encode()
 
 
 def tensor(offset=0, shape=(2,), strides=(1,), numel=2, key="0", kind="FloatStorage"):
-    """The pickle of a tensor."""
     ints = lambda some: b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in some) + b"t"  # noqa: E731
     kinds = f"ctorch\n{kind}\n".encode()
     storage = b"(" + text("storage") + kinds + text(key) + text("cpu") + ints([numel])[1:-1] + b"tQ"
@@ -174,7 +170,6 @@ def is_read(file):
 
 
 def span_of_pickle(file):
-    """The bytes of data.pkl in a file."""
     with zipfile.ZipFile(file) as found:
         entry = next(one for one in found.infolist() if one.filename.endswith("data.pkl"))
     data, head = file.read_bytes(), entry.header_offset

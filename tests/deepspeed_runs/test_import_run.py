@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from helpers.refusals import refuses
 from helpers.sampling import keep
+from helpers.stored_cases import check_cases
 from make_checkpoints import STEPS
 from stored_runs import BOUND, about, batch, config_of, continued, make_engine, make_model
 
@@ -31,7 +33,6 @@ def command(monkeypatch):
 
 
 def goes_on(engine, directory, steps=STEPS):
-    """The next losses are DeepSpeed's."""
     found, expected = continued(engine, "mlp", steps), about(directory)["after"][:steps]
     np.testing.assert_allclose(found, expected, rtol=BOUND["fp32"])
 
@@ -140,29 +141,18 @@ def test_a_batch_of_auto_becomes_deepspeeds(runs_of_deepspeed, keys, devices, si
     goes_on(engine, directory, 5)
 
 
-# dp_world_size, train_batch_size, train_micro_batch_size_per_gpu, other keys -> train, micro, replicas
-SAID = [
-    (4, 8, None, {}, (8, 2, 4)),
-    (4, None, 2, {}, (8, 2, 4)),
-    # DeepSpeed counts the devices of a sequence in dp_world_size, unless the config has data_parallel_size.
-    (4, None, 4, {"sequence_parallel_size": 2}, (8, 4, 2)),
-    (4, 8, None, {"sequence_parallel_size": 2}, (8, 4, 2)),
-    (2, None, 4, {"sequence_parallel_size": 2, "data_parallel_size": 2}, (8, 4, 2)),
-    (4, None, 4, {}, None),  # an mpu's sequence: 8 samples a step
-    *((world, 8, None, {"sequence_parallel_size": size}, None) for world, size in ((3, 2), (4, None), (4, 0))),
-    *((world, train, micro, {}, None) for world, train, micro in (
-        (None, 8, None), (3, 8, None), (4, "auto", None), (4, 8, 3), (4, 2, 2))),
-    (4, None, None, {"gradient_accumulation_steps": 2}, None),
-]  # fmt: skip
+def test_the_batch_that_the_files_say(pytestconfig):
+    """The product of config.py's equation, or nothing.
 
+    DeepSpeed counts the devices of a sequence in dp_world_size, unless the config has data_parallel_size; with those
+    that an mpu makes it has 8 samples a step.
+    """
 
-@pytest.mark.parametrize(("world", "train", "micro", "keys", "sizes"), SAID)
-def test_the_batch_that_the_files_say(world, train, micro, keys, sizes):
-    """The product of config.py's equation, or nothing."""
-    config = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, **keys}
-    given = [config.get(key) for key in BATCH]
-    expected = dict(zip(("train", "micro", "replicas", "given"), (*sizes, given), strict=True)) if sizes else {}
-    assert deepspeed_batch({"global_steps": 20, "global_samples": 160, "dp_world_size": world}, config) == expected
+    def outcome(case):
+        counters = {"global_steps": 20, "global_samples": 160, "dp_world_size": case["dp_world_size"]}
+        return deepspeed_batch(counters, case["config"])
+
+    check_cases(Path(__file__).with_name("batches.jsonl"), outcome, pytestconfig)
 
 
 def test_a_rename_of_another_form(runs_of_deepspeed, tmp_path, command, capsys):

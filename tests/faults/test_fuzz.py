@@ -15,6 +15,7 @@ import shutil
 import socket
 import string
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,6 @@ def garbled(r, text, alphabet):
 
 
 def places(node, path=()):
-    """List the paths of all values in nested dicts and lists."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     return [path, *(found for key, child in items for found in places(child, (*path, key)))]
 
@@ -161,12 +161,10 @@ SCHEDULES |= dict.fromkeys(lr_schedules.OPTAX_SCHEDULES, OPTAX)
 PLAUSIBLE = [0.1, 1e-3, 0.9, 1, 10, 100, [0.9, 0.99], "linear", {"1": 0.5}]
 
 
-class Linear:
-    def init(self, rng):
-        return {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
-
-    def loss(self, params, batch, rng):
-        return jnp.mean(batch @ params["w"] + params["b"])
+LINEAR = SimpleNamespace(
+    init=lambda rng: {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)},
+    loss=lambda params, batch, rng: jnp.mean(batch @ params["w"] + params["b"]),
+)
 
 
 @fuzzer(few=100, many=2000)
@@ -182,7 +180,7 @@ def steps(r, folder):
         config["scheduler"] = chosen(SCHEDULES)
     if r.random() < 0.3:
         config[r.choice(list(CONFIG))] = r.choice([*HOSTILE, {"pipe": 2}, {"stages": 2, "chunks": 10**8}])
-    jzero.make_train_step(Linear(), config)
+    jzero.make_train_step(LINEAR, config)
 
 
 HOSTS = "worker-1 slots=8  # the first\nworker-2 slots=4\n10.0.0.7 slots=2\n[fe80::1] slots=1\n"

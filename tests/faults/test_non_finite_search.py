@@ -169,7 +169,6 @@ class Whole:
 
 
 def test_a_model_without_layers():
-    """The row is found; the layers are not known."""
     engine, bad = two_replicas(Whole(), config(2)), rows(0, TWO)
     bad["x"][7] = np.inf
     where = "in micro-batch 0 of 3, on replica 1: row 7 of the global batch"

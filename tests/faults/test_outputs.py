@@ -49,15 +49,12 @@ def start(key, path):
     return jzero.initialize(model=Regression(), config=CONFIG | sections(key, path))[0]
 
 
-def test_every_text_that_names_a_file_is_known():
+def test_every_text_that_names_a_file_is_known_and_on_the_security_page():
     """A new key with a text is a path, and in the table, or in this list."""
     texts = {key for key, field in FIELDS.items() if kind_of(field) in (kinds.TEXT, kinds.TEXT_OR_NULL)}
     no_path = {"optimizer.type", "scheduler.type"}
     no_path |= {key for key in texts if key.partition(".")[0] in SERVICES}
     assert {key for keys in OUTPUTS for key in keys} == texts - no_path
-
-
-def test_the_security_page_names_them():
     text = (ROOT / "SECURITY.md").read_text()
     rows = re.findall(r"^\| (`.+?`) \| .+ \|$", text, re.MULTILINE)
     named = [key for row in rows for key in re.findall(r"`([\w.]+)`", row)]

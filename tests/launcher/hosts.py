@@ -67,7 +67,6 @@ class Hosts:
         self.wait_for(host)
 
     def wait_for(self, host):
-        """Wait until the host's sshd answers."""
         end = time.monotonic() + 30
         while subprocess.run([*self.on("a"), *self.ssh(host), "true"], capture_output=True).returncode:
             assert time.monotonic() < end, f"sshd on {host} does not answer"

@@ -37,7 +37,6 @@ class Command:
             )  # fmt: skip
 
     def wait(self, seconds=PATIENCE):
-        """Wait for the end; return the exit code."""
         return self.process.wait(seconds)
 
     def ended(self, code=0, seconds=PATIENCE):
@@ -73,7 +72,6 @@ class Command:
         return found
 
     def rank(self, number):
-        """The pid of a rank."""
         (pid,) = [pid for pid, words in self.processes("worker.py").items() if f"--local_rank={number}" in words]
         return pid
 
@@ -98,7 +96,6 @@ class Command:
         self.killed = time.monotonic()
 
     def took(self):
-        """Seconds from the kill until now."""
         return time.monotonic() - self.killed
 
     def end(self):

@@ -25,7 +25,6 @@ class Here:
         (tmp_path / "train.py").write_text("")
 
     def write(self, name, *lines):
-        """Write a file; return its path."""
         (self.path / name).write_text("".join(f"{line}\n" for line in lines))
         return str(self.path / name)
 
@@ -33,14 +32,12 @@ class Here:
         return self.write("hosts", *lines)
 
     def printed(self, *words):
-        """Return what is printed."""
         assert cli.main(["--dry_run", *map(str, words)]) == 0
         out, err = self.capsys.readouterr()
         assert err == ""
         return out
 
     def dry(self, *words):
-        """Return the plan."""
         return json.loads(self.printed(*words))
 
     def manifest(self, *words):
@@ -49,7 +46,6 @@ class Here:
         return manifest, manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
     def refused(self, *words):
-        """Return the error message."""
         assert cli.main(["--dry_run", *map(str, words)]) == 2
         out, err = self.capsys.readouterr()
         assert out == ""

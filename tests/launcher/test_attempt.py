@@ -1,15 +1,25 @@
-"""The attempt as a state machine: events go in, and what it says and tells the agents comes out. Nothing is started."""
+"""The attempt as a state machine, and which failures are restarted: events go in, and nothing is started."""
 
+import asyncio
+import os
 import signal
+import time
+from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from jobs import ROOT
+from helpers.stored_cases import check_cases
+from jobs import CPU, ROOT
 
+from jzero.distributed.last_words import CONFIG, HUNG, SAVED, UNAVAILABLE, read_outages
+from jzero.errors import ConfigError
+from jzero.launcher import restarts
 from jzero.launcher.attempt import TRANSITIONS, Attempt, AttemptEvent, State
-from jzero.launcher.job import Process
-
-STOP = {"stop": 4.0}
+from jzero.launcher.failure import Failure, Progress
+from jzero.launcher.job import Process, make_job
+from jzero.launcher.options import parse
+from jzero.launcher.restarts import symptom_of, why_not
 
 
 class Driven:
@@ -46,11 +56,6 @@ class Driven:
         self.attempt.tick()
 
 
-@pytest.fixture
-def driven():
-    return Driven()
-
-
 def test_the_manual_shows_the_table():
     page = (ROOT / "docs" / "clusters.md").read_text()
     events = page.partition("| state | ")[2].partition(" |\n")[0].split(" | ")
@@ -61,108 +66,151 @@ def test_the_manual_shows_the_table():
         assert [cell.strip() for cell in row] == [one.name.lower() if one else "" for one in after]
 
 
-def test_the_first_failure_counts(driven, capsys):
-    """The first that died is named, though another one's output ends earlier."""
-    driven.attempt.receive("out", [1, 2, "the cause"])
-    driven.attempt.receive("died", [1, 3])
-    driven.ends(2, 9)
-    assert driven.attempt.state is State.RUNNING
-    driven.attempt.receive("exit", [1, 3])
-    driven.ends(0, -15)
-    assert (driven.attempt.state, driven.told) == (State.FAILED, [STOP])
-    assert driven.attempt.verdict() == 3
-    assert capsys.readouterr().err == (
-        "jzero: rank 1 on h1 exited with code 3 first, after 0 s; its last lines:\n    the cause\n"
-    )
+def test_what_an_attempt_says_and_does(pytestconfig, capsys):
+    """Each event brings a state, messages to the agents, lines, kills, or a failure; at the end there is a verdict."""
+
+    def shown(driven):
+        attempt, failure = driven.attempt, driven.attempt.failure
+        return {
+            "state": attempt.state.name, "left": sorted(attempt.left), "told": [*driven.told], "kills": driven.kills,
+            "printed": [*driven.printed],
+            "failure": failure and [failure.code, failure.what, round(failure.noticed - failure.died, 3)],
+        }  # fmt: skip
+
+    def outcome(case):
+        driven, found = Driven(**case.get("job", {})), []
+        for event, *arguments in case["events"]:
+            driven.told, driven.printed = [], []
+            before = shown(driven)
+            getattr(driven if hasattr(driven, event) else driven.attempt, event)(*arguments)
+            after = shown(driven)
+            found.append({name: value for name, value in after.items() if value != before[name]})
+        return [*found, driven.attempt.verdict(), capsys.readouterr().err]
+
+    check_cases(Path(__file__).with_name("attempts.jsonl"), outcome, pytestconfig)
 
 
-def test_what_does_not_stop_is_killed(driven):
-    driven.ends(1, -9)
-    driven.at(5.9)
-    assert driven.kills == 0
-    for seconds, kills in ((6.1, 1), (60, 1), (67, 2)):
-        driven.at(seconds)
-        assert (driven.attempt.state, driven.kills) == (State.KILLED, kills)
-    assert driven.attempt.verdict() == 137
+def attempt(code, *lines, steps=-1, age=1.0, culprit=0):
+    """An attempt whose rank `culprit` has failed."""
+    progress = Progress()
+    progress.note({"0": (steps, steps + 1, "S")})
+    failure = Failure(code, "", 10.0, 12.5, culprit)
+    return SimpleNamespace(failure=failure, lines={0: deque(lines)}, progress=progress, age=lambda: age)
 
 
-def test_a_rank_that_saved_gives_the_others_the_grace(driven):
-    driven.ends(0, 75)
-    assert driven.told == [{"stop": 30}]
-    assert driven.attempt.verdict() == 75
+ERROR = "jzero: after step 7: ValueError: bad"
 
 
-def test_a_lost_host(driven):
-    driven.attempt.lose("h1", "no route (exit code 255)")
-    assert sorted(driven.attempt.left) == [0, 2]
-    assert driven.attempt.failure.what == "lost h1: no route (exit code 255)"
-    driven.attempt.lose("h2", "")
-    assert sorted(driven.attempt.left) == [0]
+def test_the_same_failure_twice():
+    for first, second, stops in (
+        (attempt(1, ERROR, steps=5), attempt(1, ERROR, steps=6), True),  # the line has the step; the count is late
+        (attempt(1, ERROR), attempt(1, ERROR.replace("7", "8")), False),
+        (attempt(1, "a <X at 0x7f01>", steps=3), attempt(1, "a <X at 0x55aa>", " ", steps=3), True),
+        (attempt(1, "a", steps=3), attempt(1, "a", steps=4), False),
+        (attempt(1, "a", steps=3), attempt(2, "a", steps=3), False),
+        (attempt(1, "a", steps=3), attempt(1, "b", steps=3), False),
+        (attempt(3), attempt(3), True),
+        (attempt(3, age=100), attempt(3, age=100), False),  # nobody knows at which step
+        (attempt(137, ERROR), attempt(137, ERROR), False),
+        (attempt(139, ERROR), attempt(139, ERROR), True),
+        (attempt(UNAVAILABLE, ERROR), attempt(UNAVAILABLE, ERROR), False),
+        (attempt(SAVED), attempt(SAVED), False),
+        (attempt(HUNG, steps=3, culprit=None), attempt(HUNG, steps=3, culprit=None), False),
+        (attempt(1, ERROR), attempt(CONFIG), True),
+    ):
+        assert bool(why_not(symptom_of(second, second.failure), symptom_of(first, first.failure))) == stops
 
 
-@pytest.mark.parametrize(("codes", "verdict"), [([75, 75, 75], 75), ([75, 75, -15], 143), ([0, 0, 0], 143)])
-def test_a_signal(driven, codes, verdict):
-    driven.attempt.interrupt(signal.SIGTERM)
-    assert driven.told == [{"signal": 15}]
-    assert driven.printed == [
-        "jzero: signal 15 (SIGTERM): the scripts have 30 s to end; send it again to kill them now"
-    ]
-    for rank, code in enumerate(codes):
-        driven.ends(rank, code)
-    assert (driven.attempt.state, driven.attempt.verdict()) == (State.INTERRUPTED, verdict)
+class Attempts:
+    """Runs a job whose attempts end as told, without processes; `printed` is what the command says.
+
+    An end is (exit code, the last line of rank 0), a ConfigError, or either after a signal: {"signal": end}.
+    """
+
+    def __init__(self, monkeypatch, capsys):
+        self.capsys, self.shared = capsys, []
+        monkeypatch.setattr(restarts, "PAUSE", 0.3)
+        monkeypatch.setattr(restarts, "Runner", self.runner)
+
+    def run(self, max_restarts, *ends):
+        self.ends, options = iter(ends), parse(["--max_restarts", str(max_restarts), *CPU, "1", "--no_python", "true"])
+        signals = SimpleNamespace(to=lambda handler: setattr(self, "signal", handler))
+        self.began = time.monotonic()
+        code = asyncio.run(restarts.run_attempts(make_job(options, os.environ, "/"), signals))
+        assert not [*self.ends]
+        self.printed = self.capsys.readouterr().err
+        return code
+
+    def runner(self, job):
+        self.shared.append(job.shared)
+        made = Attempt(job, None, lambda **message: None, None)
+        made.say = lambda text: None
+
+        async def run():
+            if late := isinstance(end := next(self.ends), dict):
+                end = end["signal"]
+            if late:
+                asyncio.get_running_loop().call_later(0.05, self.signal, signal.SIGTERM)
+            if isinstance(end, ConfigError):
+                raise end
+            await asyncio.sleep(0.1 * late)
+            code, line = end
+            made.started(job)
+            made.lines[0].append(line)
+            if code:
+                made.fail(code, f"rank 0 exited with code {code} first; its last lines: {line}", rank=0)
+            return code
+
+        return SimpleNamespace(attempt=made, run=run)
 
 
-def test_a_second_signal(driven):
-    driven.attempt.interrupt(signal.SIGINT)
-    driven.attempt.interrupt(signal.SIGTERM)
-    assert (driven.attempt.state, driven.kills) == (State.KILLED, 1)
-    assert driven.attempt.verdict() == 130
+@pytest.fixture
+def attempts(monkeypatch, capsys):
+    return Attempts(monkeypatch, capsys)
 
 
-def test_a_rank_that_fails_after_ctrl_c(driven):
-    """The others may wait for it for ever, so they have 8 s; one that the signal ends is no failure."""
-    driven.attempt.interrupt(signal.SIGINT)
-    driven.ends(0, -2)
-    driven.ends(1, 3)
-    first = "rank 1 was the first to fail after signal 2 (SIGINT): it exited with code 3; the others have 8 s"
-    assert driven.printed[1:] == [f"jzero: {first}"]
-    driven.at(5.1)
-    driven.at(8.1)
-    assert driven.printed[2:] == ["jzero: still running: rank 2 (rank 1 exited with code 3)", "jzero: killed: rank 2"]
+AWAY = ConfigError("nothing was started: no route to host")
 
 
-def test_a_signal_after_a_failure(driven):
-    """It is passed on, and no restart follows."""
-    driven.ends(1, 3)
-    driven.attempt.interrupt(signal.SIGTERM)
-    assert (driven.attempt.state, driven.told) == (State.INTERRUPTED, [STOP, {"signal": 15}])
-    driven.at(29)
-    assert driven.kills == 0
-    driven.at(31)
-    assert (driven.kills, driven.attempt.verdict()) == (1, 143)
+def test_a_restart(attempts):
+    """Each attempt has a name of its own, and the outages before it."""
+    assert attempts.run(2, (3, "a"), (137, "b"), (0, "")) == 0
+    assert attempts.printed == "jzero: restart 1 of 2\njzero: restart 2 of 2\n"
+    names = [shared["JZERO_ATTEMPT"].split() for shared in attempts.shared]
+    assert len({command for command, _ in names}) == 1
+    assert [number for _, number in names] == ["0", "1", "2"]
+    assert read_outages(attempts.shared[0]) == []
+    exited, killed = read_outages(attempts.shared[2])  # one that was killed has not said why in its last line
+    assert exited[0] == attempts.shared[0]["JZERO_ATTEMPT"]
+    assert exited[3:] == (3, "rank 0 exited with code 3 first: a")
+    assert killed[3:] == (137, "rank 0 exited with code 137 first")
+    assert exited.died <= exited.noticed <= killed.died
+    assert attempts.run(0, (3, "a")) == 3
+    assert attempts.printed == ""
 
 
-def test_who_still_runs(driven):
-    driven.at(1000)
-    driven.ends(0, 0)
-    driven.at(1019)
-    assert driven.printed == []
-    driven.at(1021)
-    driven.at(2000)
-    assert driven.printed == ["jzero: still running: rank 1, 2 (the other ranks succeeded)"]
+def test_a_restart_for_which_a_host_is_away(attempts):
+    """It counts as a restart, the next one waits for the host, and the exit code is the script's."""
+    assert attempts.run(2, (3, ""), AWAY, (0, "")) == 0
+    assert time.monotonic() - attempts.began > 0.3
+    assert attempts.printed.count("no route to host") == 1
+    assert "no route to host" in attempts.shared[2]["JZERO_OUTAGES"]
+    assert attempts.run(1, (3, ""), AWAY) == 3
+    with pytest.raises(ConfigError, match="no route to host"):  # the first attempt is no restart
+        attempts.run(1, AWAY)
 
 
-def test_a_hang():
-    """The processes print their stacks; then the job ends, and names the rank that has begun the fewest steps."""
-    driven = Driven(hang_timeout=60)
-    driven.attempt.receive("status", {"0": [5, 6, "S"], "1": [5, 5, "S"], "2": [-1, -1, "S"]})
-    driven.at(59)
-    assert driven.told == []
-    driven.at(61)
-    driven.at(62)
-    assert driven.told == [{"dump": True}]
-    driven.at(62.6)
-    failure = driven.attempt.failure
-    assert (driven.told[1:], failure.code) == ([STOP], 124)
-    assert failure.what.endswith("rank 0 5 of 6, rank 1 5 of 5; look at rank 1 first (stacks above)")
-    assert failure.noticed - failure.died == pytest.approx(62.6)
+def test_a_signal_ends_the_restarts(attempts):
+    assert attempts.run(2, (3, ""), {"signal": AWAY}) == 128 + signal.SIGTERM
+    assert attempts.run(2, {"signal": (3, "")}) == 3
+
+
+def test_restarts_that_would_not_help(attempts):
+    assert attempts.run(3, (CONFIG, "")) == CONFIG
+    why = "exit code 78: the config, the model or a call is wrong, and another start would not change it"
+    assert attempts.printed == f"jzero: no restart after attempt 1 of 4: {why}\n"
+    assert attempts.run(3, (1, ERROR), (1, ERROR)) == 1
+    why = f"it failed like the attempt before, at the same step: exit code 1; last line: {ERROR}"
+    assert attempts.printed == f"jzero: restart 1 of 3\njzero: no restart after attempt 2 of 4: {why}\n"
+    assert attempts.run(3, *[(UNAVAILABLE, "process 1 was lost")] * 4) == UNAVAILABLE
+    assert "restart 3 of 3" in attempts.printed

@@ -69,17 +69,6 @@ def test_venv_script(here):
         assert line_of([line])[:5] == line_of(command)[:5] == sourced
 
 
-def test_srun(here):
-    path = here.hosts(f"{A} slots=2", f"{B} slots=2")
-    words = ["--launcher", "slurm", "--launcher_args", "-p 'my gpus'", "train.py", *NASTY]
-    start = ["srun", "--nodes", "2", "--ntasks", "4", "--ntasks-per-node", "2"]
-    end = ["--export=ALL", "--kill-on-bad-exit=1", "--label", "-p", "my gpus", sys.executable, "-u", "train.py", *NASTY]
-    assert here.dry("-H", path, *words)["commands"] == [[*start, "--nodelist", f"{A},{B}", *end]]
-    assert here.dry("--num_nodes", 2, "--num_gpus", 2, *words)["commands"] == [[*start, *end]]
-    (command,) = here.dry("-H", path, "--one_process_per_node", *words)["commands"]
-    assert command[1:7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
-
-
 def test_mpirun(here, monkeypatch):
     """It replaces this process, and passes variables on by name: others can read a command line."""
     ran = []
@@ -102,12 +91,9 @@ def test_mpirun(here, monkeypatch):
     assert named.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CUDA_VISIBLE_DEVICES"} == set()
 
 
-def test_the_version(capsys):
+def test_the_version_and_a_path_that_cannot_be_used(capsys):
     assert cli.main(["--version"]) == cli.main(["run", "--version"]) == 0
     assert capsys.readouterr().out == f"jzero {jzero.__version__}\n" * 2
-
-
-def test_a_path_that_cannot_be_used_is_one_line(capsys):
     for words in (["x" * 300], ["plot", "x" * 300]):
         assert cli.main(words) == 2
         assert re.fullmatch(r"jzero: .*x{99}.*: File name too long\n", capsys.readouterr().err)

@@ -1,10 +1,16 @@
-"""A process reads its place from the environment."""
+"""A process reads its place from the environment; after SIGTERM it agrees with the others on the last step."""
 
-import re
+import signal
+import threading
+import time
+from pathlib import Path
 
+import jax
 import pytest
+from helpers.stored_cases import check_cases
 
-from jzero.distributed.place import Place, find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
+from jzero.distributed import preemption
+from jzero.distributed.place import find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
 from jzero.errors import ConfigError
 
 RUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
@@ -12,31 +18,18 @@ SLURM = {
     "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "100000",
 }  # fmt: skip
-OMPI = {
-    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "a",
-}  # fmt: skip
-PLACES = {
-    "alone": ({"HOME": "/", "MASTER_ADDR": "a"}, Place(0, 1, 0, 1, "")),
-    "jzero": (RUN | {"LOCAL_SIZE": "4", "CROSS_RANK": "0"}, Place(3, 8, 1, 4, "a:1234")),
-    "jzero under srun": (SLURM | RUN | {"LOCAL_SIZE": "4"}, Place(3, 8, 1, 4, "a:1234")),
-    "torchrun": (RUN | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, Place(3, 8, 1, 2, "a:1235")),
-    "by hand": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Place(1, 2, 0, 1, "a:29500")),
-    "a batch script of Slurm": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Place()),
-    "by hand, one": ({"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 1, 0, 1, ":29500")),
-    "six": (RUN | {"MASTER_ADDR": "fe80::1"}, Place(3, 8, 1, 1, "fe80::1:1234")),
-    "srun": (SLURM, Place(5, 8, 1, 4, f"gpu07:{49152 + 100000 % 16384}")),
-    "srun, port": (SLURM | {"MASTER_ADDR": "b", "MASTER_PORT": "99"}, Place(5, 8, 1, 4, "b:99")),
-    "mpirun": (OMPI, Place(2, 4, 0, 2, "a:29500")),
-    "mpirun in Slurm": (OMPI | {"MASTER_ADDR": "", "SLURM_STEP_NODELIST": "n[1,3]"}, Place(2, 4, 0, 2, "n1:29500")),
-    "sbatch, no srun": ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, Place(0, 1, 0, 1, "")),
-}
 
 
-@pytest.mark.parametrize("started", PLACES)
-def test_place(started):
-    env, place = PLACES[started]
-    assert find_place(env) == place
+def test_place(pytestconfig):
+    """By how the process was started; an environment that has half of a place is an error."""
+
+    def outcome(case):
+        try:
+            return repr(find_place(case[1]))
+        except ConfigError as error:
+            return str(error)
+
+    check_cases(Path(__file__).with_name("places.jsonl"), outcome, pytestconfig)
 
 
 def test_slurm():
@@ -58,22 +51,6 @@ def test_slurm():
     assert slurm_hosts("") == []
 
 
-def test_half_of_a_place():
-    for env, part in (
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE = 2 and RANK is not set"),
-        ({"RANK": "1", "MASTER_ADDR": "a"}, "RANK = 1 and WORLD_SIZE is not set"),
-        ({"SLURM_PROCID": "1"}, "SLURM_PROCID = 1 and SLURM_STEP_NUM_TASKS is not set"),
-        (RUN | {"WORLD_SIZE": ""}, "WORLD_SIZE = ''"),
-        (RUN | {"MASTER_PORT": "tcp://1.2.3.4:5"}, "MASTER_PORT = 'tcp://1.2.3.4:5'"),
-        (RUN | {"RANK": "8"}, "rank = 8 of 8 processes: ranks are 0 to 7"),
-        (RUN | {"MASTER_ADDR": "a..b"}, "MASTER_ADDR = 'a..b': a host's name must have 1 to 63 characters"),
-        (RUN | {"MASTER_ADDR": ""}, "process 3 of 8: MASTER_ADDR is not set; set it to process 0's host"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "a"}, "OMPI_COMM_WORLD_SIZE = None"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(part)):
-            find_place(env)
-
-
 def test_who_am_i(monkeypatch, capsys):
     for name, value in RUN.items():
         monkeypatch.setenv(name, value)
@@ -86,3 +63,83 @@ def test_who_am_i(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     log_dist("on rank 0")
     assert capsys.readouterr().out == "on rank 0\n"
+
+
+class Service:
+    """A coordination service: keys that are written once, and a read that waits."""
+
+    def __init__(self):
+        self.keys, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            if key in self.keys and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self.keys[key] = value
+            self.changed.notify_all()
+
+    def key_value_try_get(self, key):
+        if key not in self.keys:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return self.keys[key]
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.keys, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self.keys[key]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """Make this process rank 0 of 3 that has begun step 5 and received SIGTERM."""
+    one = Service()
+
+    def leave(code):
+        raise Killed(code)
+
+    monkeypatch.setattr(preemption._compat, "coordination_service", lambda: one)
+    monkeypatch.setattr(preemption.os, "_exit", leave)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for name, value in {"_begun": 5, "_last": None, "_signalled": threading.Event()}.items():
+        monkeypatch.setattr(preemption, name, value)
+    monkeypatch.setattr(preemption, "_ending", threading.Event())
+    preemption._signalled.set()
+    return one
+
+
+def publish(service, rank, begun, monkeypatch):
+    """Let another rank's script end after it has begun `begun` steps."""
+    with monkeypatch.context() as there:
+        there.setattr(jax, "process_index", lambda: rank)
+        there.setattr(preemption, "_begun", begun)
+        preemption._end(threading.Thread())
+
+
+def test_the_last_step_is_the_highest(service, monkeypatch):
+    """Two ranks' scripts have ended: nobody waits for them, and a later number of theirs does not count."""
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: None)
+    publish(service, 1, 6, monkeypatch)
+    publish(service, 2, 5, monkeypatch)
+    publish(service, 2, 9, monkeypatch)
+    began = time.monotonic()
+    preemption._agree_on_the_last()
+    assert time.monotonic() - began < 5
+    assert preemption._last == 6
+    assert [preemption.reached(), preemption.reached()] == [False, True]
+    assert "jzero/stop" in service.keys
+
+
+def test_a_rank_that_does_not_answer(service, monkeypatch, capsys):
+    monkeypatch.setenv("JZERO_GRACE", "3")
+    service.key_value_set("jzero/begun/1", "5")
+    with pytest.raises(Killed, match=str(128 + signal.SIGTERM)):
+        preemption._agree_on_the_last()
+    assert capsys.readouterr().err == (
+        "jzero: SIGTERM: stopping without a checkpoint: process 2 did not answer within 1 s\n"
+    )
+    assert preemption._last is None

@@ -2,8 +2,10 @@
 
 import string
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
+from helpers.stored_cases import check_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,30 +31,6 @@ def test_reads(tmp_path):
     assert list(read.items()) == [("worker-1", 4), ("b", 1), ("a", 4), ("root@gpu.example.com", 8)]
 
 
-MALFORMED = ["a", "a 8", "a slots=", "a slots=x", "a slots=-1", "a slots=2 max=4", "slots=4", "a gpus=4", "a:4"]
-# ssh's ProxyCommand has a shell expand %h.
-SHELL = ["a;reboot", "$(id)", "`id`", "a&b", "a|b", "a>b", "a'b", 'a"b', "a\\b", "a*", "~", "{a,b}"]
-BAD_LINES = {
-    **dict.fromkeys(MALFORMED, "must be `HOST slots=N`, as in `worker-1 slots=8`"),
-    "b slots=0": "0 slots; give it at least 1",
-    "ok slots=2": "ok is already in line 1; keep one",
-    "-oProxyCommand=sh slots=1": "a host's name cannot begin with -",
-    **{f"{name} slots=1": "; it may have letters, digits, . _ - : % and [ ]" for name in SHELL},
-}
-
-
-def test_all_bad_lines_at_once(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("ok slots=1\n" + "".join(f"{line}\n" for line in BAD_LINES))
-    problems = refused(read_hostfile, path)
-    for number, (problem, (line, why)) in enumerate(zip(problems, BAD_LINES.items(), strict=True), 2):
-        assert problem.startswith(f"{path}, line {number}: {line!r}: ")
-        assert why in problem
-    path.write_text("\n# a slots=4\n")
-    (problem,) = refused(read_hostfile, path)
-    assert "contains no host" in problem
-
-
 FILTERS = {
     "b@a": {"b": None, "a": None},
     " a : 3, 1 @ worker-1.x:11 ": {"a": [1, 3], "worker-1.x": [11]},
@@ -60,49 +38,33 @@ FILTERS = {
     # What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it.
     "a:3,01@b@a:1@b": {"a": [1, 3], "b": None},
 }
-# DeepSpeed silently takes the part of a host that is also named whole; the user may mean either.
-BAD_FILTERS = {
-    **dict.fromkeys(["", "a@", "a:", "a:x", "a:0-3", "a:0,", "a:0:1", "a b"], "must be HOST or HOST:ID,ID"),
-    **dict.fromkeys(["a@a:0", "b@a:1@a:2@a"], "a is named both whole and with devices; keep one of them"),
-    "a;reboot": "a host's name cannot contain ';'",
-}
 
 
 def test_filters():
     assert {text: parse_filter(text, "--include") for text in FILTERS} == FILTERS
-    for text, why in BAD_FILTERS.items():
-        (problem,) = refused(parse_filter, text, "--exclude")
-        assert problem.startswith(f"--exclude = {text!r}: ")
-        assert why in problem
 
 
 HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}
 
 
-D, E = "no host 'd'; the hosts are b, a, c", "no host 'e'"
-LACKS = ["a has no device 2; it has 0, 1", "device 3", "b has no device 4"]
+def test_all_bad_lines_at_once(tmp_path, pytestconfig):
+    """And mistakes in filters and options. ssh's ProxyCommand has a shell expand the name of a host.
 
+    DeepSpeed silently takes the part of a host that is also named whole; the user may mean either.
+    """
+    path = tmp_path / "hosts"
 
-def test_refused():
-    for options, parts in (
-        ({"include": "a", "exclude": "b"}, ["--include a and --exclude b: give --include, or --exclude"]),
-        ({"include": "a", "num_nodes": 1}, ["--include a and --num_nodes 1"]),
-        ({"exclude": "a", "num_gpus": 2}, ["--exclude a and --num_gpus 2"]),
-        ({"num_nodes": 0}, ["--num_nodes = 0: must be at least 1"]),
-        ({"num_gpus": 0}, ["--num_gpus = 0: must be at least 1"]),
-        ({"num_nodes": 4}, ["--num_nodes = 4: there are 3 hosts: b, a, c"]),
-        ({"num_gpus": 5}, ["b has 4: 0, 1, 2, 3", "a has 2: 0, 1; ask for fewer", "c has 4"]),
-        ({"exclude": "a@b@c"}, ["leaves no device of b, a, c"]),
-        ({"include": "d@a:0,2,3@e:1@b:4"}, [D, E, *LACKS]),
-    ):
-        problems = refused(select_hosts, HOSTS, **options)
-        assert [part in problem for part, problem in zip(parts, problems, strict=True)] == [True] * len(parts), problems
+    def outcome(case):
+        if isinstance(case, str):
+            path.write_text(case)
+            problems = refused(read_hostfile, path)
+        elif "filter" in case:
+            problems = refused(parse_filter, case["filter"], "--exclude")
+        else:
+            problems = refused(select_hosts, HOSTS, **case)
+        return [problem.replace(str(path), "HOSTS") for problem in problems]
 
-
-def test_counts():
-    chosen = select_hosts(HOSTS | {"d": [7, 5]}, num_nodes=2, num_gpus=2)
-    assert list(chosen.items()) == [("b", [0, 1]), ("a", [0, 1])]
-    assert select_hosts({"d": [7, 5]}, num_gpus=1) == {"d": [7]}
+    check_cases(Path(__file__).with_name("hostfile_mistakes.jsonl"), outcome, pytestconfig)
 
 
 def deepspeed_filter(host_info, include_str="", exclude_str=""):

@@ -41,10 +41,6 @@ MEANINGFUL = [
 ]
 
 
-def test_noise():
-    assert [line for line in [*NOISE, *MEANINGFUL] if not is_noise(line)] == MEANINGFUL
-
-
 BATCH = "train_batch_size = -1: must be a positive integer up to 2147483647 or null; or leave it out"
 SEED = "seed = -1: must be a non-negative integer up to 4294967295; or leave it out for the default 0"
 HELPER = """
@@ -143,6 +139,7 @@ def test_the_step_of_an_earlier_engine_is_not_named(monkeypatch):
 
 
 def test_a_job_s_last_lines_are_meaningful():
+    assert [line for line in [*NOISE, *MEANINGFUL] if not is_noise(line)] == MEANINGFUL
     job = Driven(1)
     for line in ("the cause", *[HEADER] * 30):
         job.attempt.receive("out", [0, 2, line])

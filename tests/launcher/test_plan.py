@@ -1,10 +1,14 @@
 """The plan: the options, the ranks, environment and devices that `--dry_run` prints, and the secrets that it masks."""
 
-import argparse
 import json
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
+from golden import snapshots
+from helpers.stored_cases import check_cases
 from planning import A, B
 
 from jzero import cli
@@ -13,21 +17,12 @@ from jzero.distributed.place import host_fault
 from jzero.errors import ConfigError
 from jzero.launcher import kubernetes, options
 from jzero.launcher.job import make_job
-
-FROZEN = [
-    ("-H --hostfile", None), ("-i --include", ""), ("-e --exclude", ""), ("--num_nodes", -1),
-    ("--num_gpus --num_accelerators", -1), ("--one_process_per_node", False), ("--platform", "gpu"),
-    ("--master_addr", ""), ("--master_port", None), ("--launcher", "ssh"), ("--launcher_args", ""),
-    ("--ssh_port", None), ("--force_multi", False), ("--no_ssh", False), ("--node_rank", -1), ("--module", False),
-    ("--no_python", False), ("--no_local_rank", False), ("--export", []), ("--venv_script", None),
-    ("--max_restarts", 0), ("--min_nodes", -1), ("--resume", False), ("--hang_timeout", 1800), ("--grace", 30),
-    ("--enable_each_rank_log", None), ("--save_pid", False), ("--dry_run", False),
-]  # fmt: skip
+from jzero.launcher.transports import BOOT
 
 
-def test_options_are_frozen():
-    found = [(" ".join(a.option_strings), a.default) for a in options.parser()._actions if a.option_strings]
-    assert found == [("-h --help", argparse.SUPPRESS), *FROZEN]
+def test_options_are_frozen(pytestconfig):
+    found = {" ".join(a.option_strings): a.default for a in options.parser()._actions if a.option_strings}
+    snapshots.check("options.json", found, pytestconfig.getoption("--update-golden"))
     assert options.LAUNCHERS == ("ssh", "slurm", "openmpi", "k8s")
 
 
@@ -41,142 +36,46 @@ def test_what_follows_the_script_is_its_own(capsys):
     assert all("goes to the script" in line and line.endswith("write it before train.py") for line in warnings)
 
 
-CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CUDA_VISIBLE_DEVICES")
+ENV = re.compile("(WORLD|LOCAL|CROSS)_SIZE|(LOCAL_|CROSS_)?RANK|MASTER_|CUDA_VISIBLE|JAX_(PLATF|NUM)|JZERO_HEARTBEAT_S")
 
 
-def contract(plan):
-    return [tuple(process["env"].get(name) for name in CONTRACT) for process in plan["processes"]]
+def test_what_a_command_plans(here, pytestconfig, monkeypatch):
+    """Ranks are node-major in the order of the hostfile; CUDA_VISIBLE_DEVICES is this machine's alone."""
 
+    def outcome(case):
+        path = here.hosts(*case.get("hosts", ["a slots=1"]))
+        words = [*(["-H", path] if "hosts" in case and "default" not in case else []), *case["words"]]
+        with monkeypatch.context() as patch:
+            patch.setattr("jzero.launcher.job.HOSTFILE", path if "default" in case else "none")
+            patch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+            for name, value in {"JAX_PLATFORMS": "cuda", **case.get("env", {})}.items():
+                patch.setenv(name, value)
+            plan = here.dry(*words)
+        kept = {"host", "rank", "local_rank", "device_ids"}
+        processes = [{name: one[name] for name in one if name in kept} | one["env"] for one in plan["processes"]]
+        plan["processes"] = [{k: v for k, v in one.items() if k in kept or ENV.match(k)} for one in processes]
+        shown = json.dumps({name: plan[name] for name in ("hosts", "coordinator", "processes", "commands")})
+        names = {shlex.quote(BOOT): "BOOT", BOOT: "BOOT", sys.executable: "PYTHON", str(here.path): "HERE"}
+        for text, name in names.items():
+            shown = shown.replace(json.dumps(text)[1:-1], name)
+        return json.loads(shown)
 
-def test_ranks_are_node_major_in_hostfile_order(here):
-    path = here.hosts(f"{B} slots=2", f"{A} slots=3")
-    plan = here.dry("--hostfile", path, "train.py")
-    assert list(plan["hosts"].items()) == [(B, [0, 1]), (A, [0, 1, 2])]
-    assert plan["coordinator"] == f"{B}:29500"
-    names = ("rank", "local_rank", "host", "device_ids")
-    assert [tuple(process[name] for name in names) for process in plan["processes"]] == [
-        (0, 0, B, [0]), (1, 1, B, [1]), (2, 0, A, [0]), (3, 1, A, [1]), (4, 2, A, [2]),
-    ]  # fmt: skip
-    assert contract(plan) == [
-        ("0", "5", "0", "2", "0", "2", "0,1"), ("1", "5", "1", "2", "0", "2", "0,1"),
-        ("2", "5", "0", "3", "1", "2", "0,1,2"), ("3", "5", "1", "3", "1", "2", "0,1,2"),
-        ("4", "5", "2", "3", "1", "2", "0,1,2"),
-    ]  # fmt: skip
-    assert {(p["env"]["MASTER_ADDR"], p["env"]["MASTER_PORT"]) for p in plan["processes"]} == {(B, "29500")}
-    assert here.dry("-H", path, "--num_nodes", 1, "train.py")["hosts"] == {B: [0, 1]}
-    plan = here.dry("-H", path, "--one_process_per_node", "--master_addr", "c", "--master_port", 1, "train.py")
-    assert contract(plan) == [("0", "2", "0", "1", "0", "2", "0,1"), ("1", "2", "0", "1", "1", "2", "0,1,2")]
-    assert [process["device_ids"] for process in plan["processes"]] == [[0, 1], [0, 1, 2]]
-    env = plan["processes"][1]["env"]
-    assert (plan["coordinator"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("c:1", "c", "1")
-
-
-def test_visible_devices_of_this_machine(here):
-    """Without a hostfile, and with one that contains this machine."""
-    for where in ([], ["--hostfile", here.hosts("localhost slots=8")]):
-        for visible, words, ids in (
-            ("3,1", ["--num_nodes", "1", "--num_gpus", "1"], [3]),
-            ("3,1,0", ["--include", "localhost:0,3"], [3, 0]),
-            ("GPU-b,GPU-a", [], ["GPU-b", "GPU-a"]),
-        ):
-            here.setenv("CUDA_VISIBLE_DEVICES", visible)
-            plan = here.dry(*where, *words, "train.py")
-            assert plan["hosts"] == {"localhost": ids}
-            assert [process["device_ids"] for process in plan["processes"]] == [[id] for id in ids]
-            seen = {process["env"]["CUDA_VISIBLE_DEVICES"] for process in plan["processes"]}
-            assert seen == {",".join(map(str, ids))}
-
-
-def test_visible_devices_are_this_machines_alone(here, monkeypatch):
-    here.setenv("CUDA_VISIBLE_DEVICES", "1")
-    path = here.hosts(f"{A} slots=2", "localhost slots=2")
-    monkeypatch.setattr("jzero.launcher.job.HOSTFILE", path)  # the default one
-    assert here.dry("train.py")["hosts"] == {A: [0, 1], "localhost": [1]}
-    here.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert here.dry("--exclude", "localhost", "train.py")["hosts"] == {A: [0, 1]}
-
-
-def test_platform_cpu(here):
-    """It needs no count."""
-    here.setenv("JAX_PLATFORMS", "cuda")
-    for words, sizes in ((["--num_gpus=2"], ["1", "1"]), (["--num_gpus=3", "--one_process_per_node"], ["3"])):
-        env = [process["env"] for process in here.dry("--platform=cpu", *words, "train.py")["processes"]]
-        assert [(one["JAX_PLATFORMS"], one["JAX_NUM_CPU_DEVICES"]) for one in env] == [("cpu", size) for size in sizes]
-        assert "CUDA_VISIBLE_DEVICES" not in env[0]
-    plan = here.dry("--platform=cpu", "train.py", "run")
-    assert plan["hosts"] == {"localhost": [0]}
+    check_cases(Path(__file__).with_name("plans.jsonl"), outcome, pytestconfig)
+    plan = here.printed("--platform=cpu", "train.py", "run")
     assert cli.main(["run", "--dry_run", "--platform=cpu", "train.py", "run"]) == 0  # a word for the same
-    assert json.loads(here.capsys.readouterr().out) == plan
-    assert here.dry("--platform=cpu", "--include", "localhost:0,2", "train.py")["hosts"] == {"localhost": [0, 2]}
+    assert here.capsys.readouterr().out == plan
 
 
-def test_no_ssh_is_one_hosts_part_of_the_same_plan(here):
-    words = ["-H", here.hosts(f"{A} slots=2", f"{B} slots=2")]
-    whole = here.dry(*words, "train.py")
-    here.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    for where in (words, ["--num_nodes", 2, "--num_gpus", 2]):  # with and without a hostfile
-        part = here.dry(*where, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")
-        assert contract(part) == contract(whole)
-        assert part["coordinator"] == whole["coordinator"] == f"{A}:29500"
-        assert [command[0] for command in part["commands"]] == [sys.executable]
-        assert part["processes"][0]["env"]["JZERO_HEARTBEAT_SECONDS"] == "8"  # no command sees all hosts
+def test_refused(here, pytestconfig):
+    """With --no_ssh one device too few is an error already: the other hosts would number ranks differently."""
 
+    def outcome(case):
+        here.setenv("CUDA_VISIBLE_DEVICES", case["visible"])
+        return here.refused(*case["words"], "train.py").strip().replace(str(here.path), "HERE")
 
-TWO = ["--hostfile", "two"]  # A and localhost, two slots each
-REFUSED = [
-    (["--no_python", "--module"], ["--no_python and --module", "keep one"]),
-    (["--hostfile", "none"], ["--hostfile = none: no such file"]),
-    (["--num_gpus", "3"], ["--num_gpus = 3: localhost has 2: 0, 1"]),
-    (["--num_nodes", "2"], ["there is no hostfile ", "/none that names them", "--hostfile FILE", "--no_ssh"]),
-    (["--num_nodes", "2", "--launcher", "slurm"], ["needs --num_nodes and --num_gpus (found 2 and -1)"]),
-    (["--node_rank", "0"], ["--node_rank = 0: needs --no_ssh"]),
-    (["--no_ssh", "--num_nodes", "2"], ["needs --node_rank (found -1)", "needs --master_addr"]),
-    ([*TWO, "--no_ssh", "--node_rank", "2", "--master_addr", A], ["--node_rank = 2: there are 2 hosts"]),
-    (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--launcher", "k8s"], ["keep one"]),
-    (["--master_port", "0"], ["--master_port = 0: must be 1 to 65535"]),
-    (["--ssh_port", "65536"], ["--ssh_port = 65536: must be 1 to 65535"]),
-    (["--max_restarts", "-1"], ["--max_restarts = -1: must be 0 or more"]),
-    ([*TWO, "--min_nodes", "0"], ["--min_nodes = 0: must be at least 1; leave it out"]),
-    ([*TWO, "--min_nodes", "3"], [f"--min_nodes = 3: there are 2 hosts: {A}, localhost"]),
-    (["--no_ssh", "--node_rank", "0", "--num_nodes", "1", "--min_nodes", "1"], ["--min_nodes: works only over ssh"]),
-    ([*TWO, "--min_nodes", "1", "--master_addr", A], ["--min_nodes and --master_addr: the job may go on without"]),
-    (["--launcher", "k8s", "--min_nodes", "1"], ["--min_nodes: works only over ssh"]),
-    (["--launcher", "openmpi", "--min_nodes", "1"], ["--min_nodes: does not work with --launcher openmpi"]),
-    (["--hang_timeout", "-1"], ["--hang_timeout = -1.0: must be 0 or more"]),
-    (["--grace", "nan"], ["--grace = nan: must be 0 or more"]),
-    (["--launcher", "k8s"], ['--launcher_args "image=IMAGE"']),
-    (["--launcher", "k8s", "--launcher_args", "image=i nme=x"], ["['nme']: allowed are image, name, namespace"]),
-    (["--launcher", "slurm", "-i", "localhost:0"], ["--launcher slurm: that system chooses devices itself"]),
-    (["--launcher", "slurm", "--max_restarts", "1"], ["--max_restarts: does not work with --launcher slurm"]),
-    (["--hostfile", "uneven", "--launcher", "slurm"], [f"same number of devices on every host: {A} 1, {B} 2"]),
-    (["--no_python", "nowhere"], ["nowhere: no such program"]),
-    (["--no_python", "./train.py"], ["./train.py: no such program, or it is not executable"]),
-    (["nowhere.py"], ["nowhere.py: no such file in "]),
-    (["models"], ["; for a module write --module models"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
-def test_refused(here, words, parts):
-    here.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     here.write("two", f"{A} slots=2", "localhost slots=2")
     here.write("uneven", f"{A} slots=1", f"{B} slots=2")
-    message = here.refused(*words, "train.py")
-    assert [part for part in parts if part not in message] == [], message
-
-
-def test_too_few_visible_devices(here):
-    """With --no_ssh already one too few: the other hosts would number ranks differently."""
-    here.setenv("CUDA_VISIBLE_DEVICES", "")
-    message = here.refused("train.py")
-    assert "no GPU is visible on this machine: pass --platform cpu" in message
-    assert "CUDA_VISIBLE_DEVICES = ''" in message
-    path = here.hosts(f"{A} slots=2", "localhost slots=2")
-    message = here.refused("-H", path, "train.py")
-    assert "localhost: CUDA_VISIBLE_DEVICES = '' leaves none of its slots; unset it" in message
-    here.setenv("CUDA_VISIBLE_DEVICES", "0")
-    message = here.refused("-H", path, "--no_ssh", "--node_rank", 1, "--master_addr", A, "train.py")
-    assert "leaves 1 of 2 slots, which the other hosts cannot see with --no_ssh: unset it" in message
+    check_cases(Path(__file__).with_name("refused.jsonl"), outcome, pytestconfig)
 
 
 NAMES = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SECRET", "MLFLOW_TRACKING_PASSWORD", "TF_CREDENTIALS", "NCCL_my_key"]

@@ -5,20 +5,21 @@ import ctypes
 import importlib.metadata
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers.refusals import refuses
+from helpers.stored_cases import check_cases
+from jobs import ROOT
 
 from jzero.distributed import machine
 from jzero.launcher import agent, options
-from jzero.launcher.connecting import SAME, Connecting, faults
+from jzero.launcher.connecting import Connecting, faults
 from jzero.launcher.job import make_job
 from jzero.launcher.machine_check import weak_points
 from jzero.launcher.runner import Runner
-
-NO_JAX = "no jax for Python 3.12.1: install jzero there, at the same path"
 
 
 def hello(gpus=8, **versions):
@@ -28,40 +29,19 @@ def hello(gpus=8, **versions):
     return {"versions": {name: version for name, version in installed.items() if version}, "gpus": gpus}
 
 
-FEW = "GPUs, 8 are wanted: correct --num_gpus, CUDA_VISIBLE_DEVICES or its slots"
+def test_faults_and_weak_points(pytestconfig):
+    """Of hosts that wait for eight GPUs each; of one host, with much and with little shared memory."""
 
+    def outcome(case):
+        hellos = {host: said if "error" in said else hello(**said) for host, said in case.items()}
+        found = faults(hellos, dict.fromkeys(hellos, 8))
+        if len(hellos) > 1:
+            return found
+        (said,) = hellos.values()
+        much, little = (weak_points(said | {"shared_memory": size}) for size in (2**31, 2**20))
+        return [text.replace(str(ROOT), "CLONE") for text in (*much, "with little shared memory:", *little)]
 
-def test_faults():
-    preauth = "ssh: [preauth] no route [/etc/ssh] :key: (exit code 255)"
-    for hellos, found in (
-            *(({"a": hello(**{name: "2"}), "b": hello(**{name: "1"}), "c": hello(**{name: "1"})},
-                {"a": [f"{name} 2, elsewhere 1: install the same"]}) for name in SAME),
-            ({"a": hello(), "b": hello(), "c": hello(gpus=9)}, {}),
-            ({"b": hello(jaxlib="1"), "a": hello(jaxlib="2"), "c": hello(jaxlib="3")},  # no majority: as the first host
-                {host: [f"jaxlib {n}, elsewhere 1: install the same"] for host, n in (("a", "2"), ("c", "3"))}),
-            ({"a": hello(jax_cuda12_plugin="0.11.2"), "b": hello(jax_cuda12_plugin="0.11.2"), "c": hello(gpus=7)},
-                {"c": ["jax-cuda12-plugin none, elsewhere 0.11.2: install the same", f"7 {FEW}"]}),
-            ({"a": hello(jax=None), "b": hello(jax=None)}, {"a": [NO_JAX], "b": [NO_JAX]}),
-            ({"a": {"error": "x"}, "b": {"error": "y"}}, {"a": ["x"], "b": ["y"]}),
-            ({"good-1": hello(), "good-2": hello(), "deaf": {"error": preauth},
-              "old": hello(gpus=1, python="3.11.7", jax=None)}, {"deaf": [preauth], "old": [
-                "python 3.11.7, elsewhere 3.12.1: install the same", "jax none, elsewhere 0.11.2: install the same",
-                "no jax for Python 3.11.7: install jzero there, at the same path", f"1 {FEW}"]}),
-    ):  # fmt: skip
-        assert faults(hellos, dict.fromkeys(hellos, 8)) == found
-
-
-def test_weak_points():
-    for said, problems in (
-        ({}, ["8 GPUs and no CUDA plugin: pip install -e "]),
-        ({"gpus": 0}, []),
-        ({"jax_cuda12_plugin": "0.11.2"}, []),
-        ({"jax_cuda13_plugin": "0.11.1"}, ["jax-cuda13-plugin 0.11.1 with jaxlib 0.11.2: install the same"]),
-    ):
-        found = weak_points(hello(**said) | {"shared_memory": 2**31})
-        assert [text[: len(start)] for text, start in zip(found, problems, strict=True)] == problems
-        little = weak_points(hello(**said) | {"shared_memory": 2**20})
-        assert any("/dev/shm has less than 1 GiB" in text for text in little) == (said.get("gpus") != 0)
+    check_cases(Path(__file__).with_name("hellos.jsonl"), outcome, pytestconfig)
 
 
 class Host:

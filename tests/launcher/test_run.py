@@ -1,6 +1,6 @@
 """Jobs of several processes on this machine: their arguments and environment, and that no process survives.
 
-What the command does about an event is in test_attempt.py and test_restarts.py, without processes.
+What the command does about an event is in test_attempt.py, without processes.
 """
 
 import json

@@ -65,7 +65,6 @@ def call(port, *lines):
 
 
 def claim(port, words, secret=""):
-    """Say words as a process does; return the answer."""
     with call(port) as connection:
         authenticate(connection, words, secret)
         return connections.read_line(connection, time.monotonic() + 20)

@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command; a script is no list of commands, and tests/launcher/test_other_systems.py runs it."""
+    """The words of each command; a script is no list of commands, and tests/launcher/test_kubernetes.py runs it."""
     found = [b.text.replace("\\\n", " ") for b in blocks(page) if b.language == "bash" and not b.text.startswith("#!")]
     parts = (part for text in found for line in text.splitlines() for part in line.split("&&"))
     return list(filter(None, (shlex.split(part, comments=True) for part in parts)))
@@ -191,10 +191,7 @@ def test_links_lead_to_files(page):
 # ---- what is generated ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    [("configuration", "`watchdog.floor`"), ("faults", "the command is killed"), ("recipes", "qwen3-14b-pretrain")],
-)
+@pytest.mark.parametrize(("name", "cell"), [("configuration", "`watchdog.floor`"), ("recipes", "qwen3-14b-pretrain")])
 def test_a_generated_page_is_current(monkeypatch, name, cell):
     monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")

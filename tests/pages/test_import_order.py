@@ -42,9 +42,6 @@ def test_no_module_imports_the_package():
     assert {name: names for name, names in found.items() if names} == {}
 
 
-# ---------------------------------------------------------------- private names of other projects
-
-
 def private_names(tree):
     """The private names of other packages in a module: imports, and attributes of imported modules.
 
@@ -78,8 +75,6 @@ def test_private_names_are_in_two_files_alone():
     found = {name: names for name, (_, _, tree) in sources().items() if (names := private_names(tree))}
     assert found.keys() == {"jzero._compat", "jzero._compat.kernels"}
 
-
-# ---------------------------------------------------------------- what an import runs
 
 PROGRAM = """
 import sys

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,18 @@ import optax
 import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.engines import FEATURES, Net, rows
+from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, computation, gather, program
 from helpers.refusals import refuses
 
 import jzero
-from jzero.planner import GPUS, bytes_by_stage, described_gpus, live, memory
+from jzero.planner import GPUS, bytes_by_stage, described_gpus, live, memory, step_time
+from jzero.planner.gpus import Cluster
 from jzero.planner.memory import CUDA_ROOM, FRACTION, NCCL_ROOM
 from jzero.planner.plan import useful_flops
-from jzero.planner.plan_facts import SCHEMA, schedule_of
+from jzero.planner.plan_display import time_rows, timeline_figure
+from jzero.planner.plan_facts import SCHEMA, PlannedTime, schedule_of
 from jzero.planner.state_bytes import deepspeed_estimate, zero2, zero3
+from jzero.step.batch import Amount
 from models.llama import Llama, preset
 
 SHAPE = preset("tiny", num_layers=2, d_model=256, d_ff=512, vocab_size=1536)
@@ -143,8 +148,6 @@ PAPER = {
 
 
 class Flat:
-    """A model of one array."""
-
     def __init__(self, size):
         self.shape = (1024, -(-int(size) // 1024))
 
@@ -182,26 +185,20 @@ def test_the_formula_takes_offload():
     assert offloaded.persistent == pytest.approx(0, abs=plain.persistent / 50)
 
 
-def test_what_a_gpu_has(monkeypatch):
-    monkeypatch.delenv(FRACTION, raising=False)
-    there, alone = (GPUS["h100"].usable(gpus) for gpus in (8, 1))
-    assert there.preallocated == int(0.75 * 84_942_979_072)
-    assert (there.most, alone.most) == (84_942_979_072 - NCCL_ROOM - CUDA_ROOM, 84_942_979_072 - CUDA_ROOM)
-    monkeypatch.setenv(FRACTION, "0.9")
-    assert GPUS["h100"].usable(8).preallocated == GPUS["h100"].usable(8).limit == int(0.9 * GPUS["h100"].memory)
-
-
 def test_xlas_limit_is_what_the_run_will_have(monkeypatch):
     """XLA takes 80 % of the described memory for its limit; on a GPU it takes the pool (measured on H100s)."""
+    h100, size = GPUS["h100"], 84_942_979_072
 
     def limit():
-        text = GPUS["h100"].text_proto(GPUS["h100"].usable(2).limit)
-        return 0.8 * int(re.search(r"device_memory_size: (\d+)", text)[1])
+        return 0.8 * int(re.search(r"device_memory_size: (\d+)", h100.text_proto(h100.usable(2).limit))[1])
 
     monkeypatch.delenv(FRACTION, raising=False)
-    assert limit() == pytest.approx(GPUS["h100"].memory - NCCL_ROOM - CUDA_ROOM)
+    assert h100.usable(2).preallocated == int(0.75 * size)
+    assert [h100.usable(gpus).most for gpus in (2, 1)] == [size - NCCL_ROOM - CUDA_ROOM, size - CUDA_ROOM]
+    assert limit() == pytest.approx(size - NCCL_ROOM - CUDA_ROOM)
     monkeypatch.setenv(FRACTION, "0.5")
-    assert limit() == pytest.approx(GPUS["h100"].memory / 2)
+    assert h100.usable(2).preallocated == h100.usable(2).limit == int(size / 2)
+    assert limit() == pytest.approx(size / 2)
 
 
 SCHEDULED = """HloModule m, is_scheduled=true, num_partitions=1
@@ -241,3 +238,65 @@ def test_live_buffers_by_hand():
     assert [(b.shape, b.op_name) for b in inside.buffers][:2] == [("f32[4,256]", "stash"), ("f32[1024]", "net/b")]
     with pytest.raises(ValueError, match="no schedule"):
         live(SCHEDULED.replace(", is_scheduled=true", ""))
+
+
+LAYERS, ACCUMULATION, REDUCTIONS = 80, 16, 400
+HOST = "f32[100,1000]{1,0:S(5)}"
+
+
+def loop(name, body, trips):
+    count = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return f"%{name} = {X} while(%x), condition=%condition, body=%{body}, {count}"
+
+
+# In each layer a gather takes longer than the product beside it, and attention a fifth of the time: less than half of
+# any interval. The copy from the host runs beside compute.
+GIVEN, KERNEL = f"%x = {X} parameter(0)", attention((2, 8, 512, 512), "CAUSAL").replace("%a", "%k").replace("%v", "%x")
+LAYER = [
+    GIVEN, f"%h = {HOST} constant(0)", f"%cs = (f32[100,1000]{{1,0}}, {HOST}, u32[]) copy-start(%h)", gather(),
+    f"%p = {MATMUL}", DONE, KERNEL,
+    "%rs = bf16[250,1000] reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add",
+    "%cd = f32[100,1000]{1,0} copy-done(%cs)", f"ROOT %o = {X} bitcast(%x)",
+]  # fmt: skip
+LOOPS = (
+    computation("condition", GIVEN, "ROOT %t = pred[] constant(true)")
+    + computation("layer", *LAYER)
+    + computation("micro", GIVEN, f"ROOT {loop('l', 'layer', LAYERS)}")
+    + computation("last", GIVEN, f"ROOT %r = {X} all-reduce(%x), replica_groups={{}}, to_apply=%add")
+)
+
+
+def areas(figure):
+    found = {}
+    for polygons in figure.axes[0].collections:
+        corners = (path.vertices.T for path in polygons.get_paths())
+        found[polygons.get_gid()] = sum(abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2 for x, y in corners)
+    return found
+
+
+def test_the_area_of_each_category_is_its_time_in_the_table():
+    pytest.importorskip("matplotlib")
+    step = step_time(program(loop("a", "micro", ACCUMULATION), loop("b", "last", REDUCTIONS), others=LOOPS), RATES)
+    time = PlannedTime(step, Amount(1, None), None, Cluster("h100", 1, 4), True, "measured")
+    table = {}
+    for name, cell in time_rows(SimpleNamespace(time=time)):
+        if cell.endswith(" ms"):
+            name = name.strip()
+            table[name if ": " in name else f"compute: {name}"] = float(cell.removesuffix(" ms").replace(",", ""))
+    figure = timeline_figure(step)
+    drawn = areas(figure)
+    row = sum(area for name, area in drawn.items() if name.startswith("compute: "))  # a row is as long as the step
+    assert {name: 1e3 * step.step_s * area / row for name, area in drawn.items()} == pytest.approx(table, rel=0.02)
+    # By hand, as the program has them.
+    layers = ACCUMULATION * LAYERS
+    expected = {
+        "compute: products": layers * PRODUCT_S,
+        "compute: attention": layers * 4 * 2 * 8 * (512 * 513 / 2) * 64 / 40e12,
+        "communication: all-gather": layers * GATHER_S,
+        "communication: reduce-scatter": layers * 1.5e6 / 100e9,
+        "communication: all-reduce": REDUCTIONS * 3e6 / 100e9,
+        "copies: host memory": layers * 4e5 / 8e9,
+    }
+    assert {n: table[n] for n in expected} == pytest.approx({n: 1e3 * s for n, s in expected.items()}, rel=0.01)
+    shown = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert shown == {f"{name.partition(': ')[2]}: {ms:,.1f} ms" for name, ms in table.items()}

@@ -14,21 +14,9 @@ from helpers.sampling import keep
 from jzero import cli
 from jzero.config import Config
 from jzero.config.sizes import ACCUM, MICRO
+from jzero.planner import candidates as keys
 from jzero.planner import search as search_module
-from jzero.planner.candidates import (
-    MESH_DATA,
-    MESH_PIPE,
-    MESH_ZERO,
-    OFFLOAD_OPTIMIZER,
-    POLICY,
-    SCHEDULE,
-    STAGE,
-    UNROLL,
-    Bounds,
-    SearchSpace,
-    Task,
-    merged,
-)
+from jzero.planner.candidates import Bounds, SearchSpace, Task, merged
 from jzero.planner.estimates import Estimate
 from jzero.planner.gpus import GPUS, Cluster
 from jzero.planner.rates import Rates
@@ -50,9 +38,6 @@ def task(nodes=1, each=2, raw=RAW):
     return Task(raw, "llama:tiny", 128, CHANGES, Cluster("h200", nodes, each), Rates.of("h200"))
 
 
-# ---------------------------------------------------------------- candidates
-
-
 def test_count_by_hand():
     """4 GPUs, 4 layers, 16 rows.
 
@@ -66,16 +51,16 @@ def test_count_by_hand():
 def test_what_the_config_has_is_kept():
     found = candidates(zero_optimization={"stage": 2}, mesh={"pipe": 2}, train_micro_batch_size_per_gpu="auto")
     assert {candidate[MICRO] * candidate[ACCUM] for candidate in found} == {8}
-    assert not any(candidate.keys() & {STAGE, MESH_PIPE} for candidate in found)
+    assert not any(candidate.keys() & {keys.STAGE, keys.MESH_PIPE} for candidate in found)
     assert len(found) == 4 * 3 * 4
 
 
 def test_a_given_schedule_is_the_one():
-    assert not any(SCHEDULE in c for c in candidates(mesh={"pipe": 2}, pipeline={"schedule": "gpipe"}))
+    assert not any(keys.SCHEDULE in c for c in candidates(mesh={"pipe": 2}, pipeline={"schedule": "gpipe"}))
 
 
 def test_zero_in_a_host_across_hosts():
-    assert {(c[MESH_DATA], c[MESH_ZERO]) for c in candidates(gpus=8, layers=0)} == {(1, 8), (2, 4)}
+    assert {(c[keys.MESH_DATA], c[keys.MESH_ZERO]) for c in candidates(gpus=8, layers=0)} == {(1, 8), (2, 4)}
 
 
 @pytest.mark.parametrize(
@@ -90,10 +75,10 @@ def test_zero_in_a_host_across_hosts():
 def test_the_degrees_of_a_group_are_kept(given, zero, replicas):
     """What is left is ZeRO's. The devices along `expert` count as replicas, and ZeRO partitions over both axes."""
     found = candidates(**given)
-    assert {candidate.get(MESH_PIPE, 1) for candidate in found} == {1}
-    assert {candidate[MESH_ZERO] for candidate in found} == {zero}
+    assert {candidate.get(keys.MESH_PIPE, 1) for candidate in found} == {1}
+    assert {candidate[keys.MESH_ZERO] for candidate in found} == {zero}
     assert {candidate[MICRO] * candidate[ACCUM] * replicas for candidate in found} == {16}
-    assert {candidate[STAGE] for candidate in found} == {0, 1, 2, 3}
+    assert {candidate[keys.STAGE] for candidate in found} == {0, 1, 2, 3}
     for candidate in found[:: len(found) // 5]:
         made = Config.load(merged(RAW | given, candidate))
         assert made.mesh_degrees(4)["zero"] == zero
@@ -127,15 +112,12 @@ def test_a_given_pipeline_keeps_its_small_micro_batches():
 def test_the_least_time_of_a_candidate():
     """The products at the full rate, without attention; two stages with two micro-batches idle a third of the time."""
     raw = RAW | {"mesh": {"pipe": 2}}
-    candidate = {POLICY: "none", MICRO: 8, ACCUM: 2, SCHEDULE: "1f1b"}
+    candidate = {keys.POLICY: "none", MICRO: 8, ACCUM: 2, keys.SCHEDULE: "1f1b"}
     of_attention = 12 * 384 * 4 * 128 / 2  # width, layers, the keys that a token sees
     shape = preset("tiny", num_layers=4, d_model=384, d_ff=768)
     flops = (shape.flops_per_token(128) - of_attention) * 128 * 16
     expected = flops / 2 / dict(Rates.of("h200").products)["f16"] * 3 / 2
     assert Bounds(task(raw=raw)).seconds(candidate) == pytest.approx(expected, rel=0.005)
-
-
-# ---------------------------------------------------------------- the search
 
 
 @pytest.fixture
@@ -148,15 +130,15 @@ def machine(monkeypatch):
         def estimate(task, candidate):
             bounds = bounds_of(task)
             compiled.append(json.dumps(candidate))
-            micro, scanned = candidate[MICRO], candidate.get(UNROLL) is False
+            micro, scanned = candidate[MICRO], candidate.get(keys.UNROLL) is False
             beyond = activations and activations * micro * bounds.pipeline(candidate)[0] * (0.5 if scanned else 1)
-            beyond *= {"none": 1.0, "matmuls": 0.6, "full": 0.1}[candidate[POLICY]]
-            seconds = 1.05 + 0.2 / micro + (0.1 if candidate.get(STAGE, 0) == 3 else 0.0)
+            beyond *= {"none": 1.0, "matmuls": 0.6, "full": 0.1}[candidate[keys.POLICY]]
+            seconds = 1.05 + 0.2 / micro + (0.1 if candidate.get(keys.STAGE, 0) == 3 else 0.0)
             if activations:  # else the time does not matter, and its bound needs traces
                 seconds *= bounds.seconds(candidate)
-            seconds *= 1.1 if candidate.get(MESH_PIPE, 1) > 1 else 1.0
+            seconds *= 1.1 if candidate.get(keys.MESH_PIPE, 1) > 1 else 1.0
             seconds *= 1.08 if scanned else 1
-            seconds *= 3 if candidate.get(OFFLOAD_OPTIMIZER) == "cpu" else 1
+            seconds *= 3 if candidate.get(keys.OFFLOAD_OPTIMIZER) == "cpu" else 1
             peak = int(scale * (bounds.memory(candidate) + beyond))
             return Estimate(candidate, peak, GPUS["h200"].memory, 0, seconds, 16 / seconds, 2048 / seconds, 0.5)
 
@@ -178,7 +160,7 @@ def test_finds_what_trying_everything_finds(activations, machine):
     """From much memory to so little that nothing fits, not even with the state on the host."""
     shared = Bounds(task())
     estimate, compiled = machine(lambda _: shared, activations)
-    there = itertools.product(ONE_HOST.candidates(), ({}, {UNROLL: False}))
+    there = itertools.product(ONE_HOST.candidates(), ({}, {keys.UNROLL: False}))
     everything = [estimate(task(), candidate | unroll) for candidate, unroll in there]
     fitting = [o for o in everything if o.peak_bytes <= GPUS["h200"].usable(2).most]
     compiled.clear()
@@ -201,11 +183,11 @@ def test_one_gpu_with_its_state_on_the_host(machine):
     """Where masters and moments do not fit; every stage is the same on one GPU, but offload needs the first."""
     shared = Bounds(task(each=1))
     there = list(SearchSpace(RAW, Cluster("h200", 1, 1), 4).candidates())
-    assert {candidate[STAGE] for candidate in there} == {0}
+    assert {candidate[keys.STAGE] for candidate in there} == {0}
     machine(lambda _: shared, 1, 1.2 * GPUS["h200"].usable(1).most / min(map(shared.memory, there)))
     best = search_configs(task(each=1)).best
-    assert best.candidate[OFFLOAD_OPTIMIZER] == "cpu"
-    assert best.candidate[STAGE] == 1
+    assert best.candidate[keys.OFFLOAD_OPTIMIZER] == "cpu"
+    assert best.candidate[keys.STAGE] == 1
 
 
 @needs_cuda_compiler

@@ -211,8 +211,6 @@ def test_state_in_host_memory_that_the_program_does_not_show():
     assert step_time(shown, RATES, host_bytes=10**9).step_s == step_time(shown, RATES).step_s
 
 
-# ---------------------------------------------------------------- control flow
-
 GIVEN = f"%x = {X} parameter(0)"
 BODY = (
     computation("body", GIVEN, gather(), f"%p = {MATMUL}", DONE, f"ROOT %o = {X} bitcast(%x)")
@@ -275,9 +273,6 @@ def test_mistakes():
         step_time(text.replace("is_scheduled=true, ", ""), RATES)
 
 
-# ---------------------------------------------------------------- compiled programs
-
-
 @on_gpu
 def test_compiled_layers():
     """A scanned stack of ZeRO-3 layers: the products and bytes of the source."""
@@ -299,13 +294,13 @@ def test_compiled_layers():
     assert 0 <= t.exposed_s < t.step_s
 
 
-# ------------------------------------------------------------------------------------------- collectives
-
-
-def test_a_collective_that_nothing_hides():
+def test_collectives_that_nothing_hides():
     t = step_time(program(gather(), DONE), RATES)
     assert t.exposed == {"all-gather": t.step_s}
     assert (t.step_s, t.exposed_s, t.compute_s, t.wire) == (pytest.approx(GATHER_S), t.step_s, 0, 6e6)
+    # Both are on one stream, so the second ends after the sum of their times.
+    second = gather(name="t"), "%e = bf16[4000,1000]{1,0} all-gather-done(%t)"
+    assert seconds(gather(), *second, DONE) == pytest.approx(2 * GATHER_S)
 
 
 def test_a_collective_under_a_product_is_free_but_for_the_slowdown():
@@ -338,12 +333,6 @@ def test_the_done_of_an_update_waits_for_the_collective(before, after, exposed):
     t = step_time(program(*lines, others=wrapped), RATES)
     assert t.step_s == pytest.approx((before + after) * PRODUCT_S + exposed)  # 2 MB at 50 GB/s
     assert t.exposed_s == pytest.approx(exposed, abs=1e-12)
-
-
-def test_collectives_wait_for_each_other():
-    """Both are on one stream, so the second ends after the sum of their times."""
-    second = gather(name="t"), "%e = bf16[4000,1000]{1,0} all-gather-done(%t)"
-    assert seconds(gather(), *second, DONE) == pytest.approx(2 * GATHER_S)
 
 
 HALF, QUARTER = "bf16[500,1000] reduce-scatter(%x), to_apply=%add", "bf16[250,1000] reduce-scatter(%x), to_apply=%add"

@@ -203,9 +203,6 @@ def test_modules_of_any_class_compute_the_same(part):
     np.testing.assert_allclose(model.loss(params, x, jax.random.key(0)), expected, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- what is printed
-
-
 def some_flops(**changes):
     modules = (Module((), 10, 1e12, 2e12, 0, 1e9), Module(("stack",), 9, 0.9e12, 1.8e12), Module(("head",), 1, 1e11))
     return dataclasses.replace(StepFlops(modules, 2, 0, "bfloat16", 1, ()), **changes)

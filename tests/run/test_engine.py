@@ -1,25 +1,14 @@
 """The DeepSpeed-shaped engine: two ways to run a step, one set of numbers; counters and mistakes."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.engines import (
-    ACCUM,
-    FEATURES,
-    TRAIN,
-    UNIT,
-    Net,
-    assert_same,
-    build,
-    config,
-    engine,
-    parts,
-    parts_of,
-    rows,
-    three_calls,
-)
+from helpers import engines
+from helpers.engines import Net, assert_same, build, config, engine, parts, parts_of, rows, three_calls
 from helpers.refusals import refused, refuses
 from helpers.sampling import keep
 from helpers.steps import mesh
@@ -38,7 +27,7 @@ def test_three_calls_are_train_batch_bit_for_bit(stage):
         assert one.get_global_grad_norm() == three.get_global_grad_norm()
     assert_same((one.state.params, one.state.opt_state), (three.state.params, three.state.opt_state))
     for e in (one, three):
-        assert (e.global_steps, e.global_samples, e.micro_steps) == (3, 3 * TRAIN, 3 * ACCUM)
+        assert (e.global_steps, e.global_samples, e.micro_steps) == (3, 3 * engines.TRAIN, 3 * engines.ACCUM)
 
 
 def test_no_sync_is_legal_at_stage_3():
@@ -63,24 +52,21 @@ def test_the_boundary_is_counted_or_set_by_hand():
         seen.append((before, e.is_gradient_accumulation_boundary()))
         e.step()
     assert seen == [(False, False), (False, False), (True, True)]
-    for boundary, micro_batches, steps in ((False, ACCUM, 1), (True, 1, 2), (None, ACCUM, 3)):
+    for boundary, micro_batches, steps in ((False, engines.ACCUM, 1), (True, 1, 2), (None, engines.ACCUM, 3)):
         e.set_gradient_accumulation_boundary(boundary)
         three_calls(e, parts(1, micro_batches))
         assert e.global_steps == steps
-    assert e.micro_steps == 3 * ACCUM + 1
+    assert e.micro_steps == 3 * engines.ACCUM + 1
 
 
 FP16 = {"enabled": True, "initial_scale_power": 4}
 
 
-class Line:
-    """A loss without a count: its mean over micro-batches is the plain mean."""
-
-    def init(self, rng):
-        return {"w": jax.random.normal(rng, (FEATURES,))}
-
-    def loss(self, params, batch, rng):
-        return jnp.mean((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2)
+# A loss without a count: its mean over micro-batches is the plain mean.
+LINE = SimpleNamespace(
+    init=lambda rng: {"w": jax.random.normal(rng, (engines.FEATURES,))},
+    loss=lambda params, batch, rng: jnp.mean((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2),
+)
 
 
 # DeepSpeed's engine.backward divides each loss by gradient_accumulation_steps, unless scale_wrt_gas is false, and adds.
@@ -94,7 +80,7 @@ class Line:
 )
 def test_backward_calls_before_a_step_are_summed(accum, calls, more, scale):
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0}
-    e, *_ = build(3, model=Line(), more={"gradient_accumulation_steps": accum, **sgd, **more})
+    e, *_ = build(3, model=LINE, more={"gradient_accumulation_steps": accum, **sgd, **more})
     before = jnp.asarray(jax.device_get(e.state.params["w"]))
     batches, expected = iter(parts(0, 4)), jnp.zeros_like(before)
     for word in calls.split():
@@ -103,7 +89,7 @@ def test_backward_calls_before_a_step_are_summed(accum, calls, more, scale):
             continue
         for letter in word:
             batch = next(batches)
-            expected += scale * jax.grad(lambda w, batch=batch: Line().loss({"w": w}, batch, None))(before)
+            expected += scale * jax.grad(lambda w, batch=batch: LINE.loss({"w": w}, batch, None))(before)
             e.backward(e(batch), **({} if letter == "b" else {"scale_wrt_gas": False}))
     assert e.global_steps == 1
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if "fp16" in more else {"rtol": 1e-5, "atol": 1e-6}
@@ -124,7 +110,7 @@ def test_the_loss_of_a_micro_batch():
     np.testing.assert_allclose([x.item() for x in losses], values, rtol=1e-6)
     assert np.asarray(losses[0]) == losses[0].item()
     assert not hasattr(losses[0], "_a_protocol_of_copies")
-    assert len(set(values)) == ACCUM
+    assert len(set(values)) == engines.ACCUM
     assert_same(early.state.params, late.state.params)
 
 
@@ -134,9 +120,10 @@ def test_evaluation():
     loss = float(e.eval_batch(batch))
     total, count = jax.jit(Net().loss)(jax.tree.map(jnp.asarray, before), batch, None)
     np.testing.assert_allclose(loss, total / count, rtol=1e-6)
-    np.testing.assert_allclose(e.eval_batch(jax.tree.map(lambda x: x[:UNIT], batch)), e.eval()(parts_of(batch)[0]))
+    part = parts_of(batch)[0]
+    np.testing.assert_allclose(e.eval_batch(part), e.eval()(part))
     np.testing.assert_allclose(e.eval_batch(data_iter=iter(parts_of(batch))), loss, rtol=1e-6)
-    assert not isinstance(e(parts_of(batch)[0]), type(e.train()(parts_of(batch)[0])))  # an array, and a promise
+    assert not isinstance(e(part), type(e.train()(part)))  # an array, and a promise
     assert_same(e.state.params, before)
     assert (e.global_steps, e.micro_steps) == (0, 0)
 
@@ -176,7 +163,7 @@ def test_calls_out_of_order_and_with_other_keywords():
     for call, words in (
         (lambda: e.backward(second), "is not the loss"),  # twice
         (lambda: e.train_batch(rows(0)), r"1 micro-batches wait for step\(\)"),
-        (lambda: e.set_train_batch_size(UNIT), r"1 micro-batches wait for step\(\)"),
+        (lambda: e.set_train_batch_size(engines.UNIT), r"1 micro-batches wait for step\(\)"),
         (lambda: e.backward(e(parts(0)[2]), scale_wrt_gas=False), r"scale_wrt_gas = False: .* of a step differ"),
         (lambda: e.backward(e(parts(0)[2]), retain_graph=True), r"backward\(retain_graph=...\): leave it out"),
         (lambda: e.step(lr_kwargs={"epoch": 1}), r"step\(lr_kwargs=...\): leave it out"),
@@ -203,17 +190,17 @@ def test_what_initialize_refuses(arguments, more, words):
 
 def test_training_data():
     """Its position moves with the engine's global batches."""
-    e, _, loader, _ = build(training_data=rows(0, 7 * UNIT))
+    e, _, loader, _ = build(training_data=rows(0, 7 * engines.UNIT))
     assert e.training_dataloader is loader
     assert len(loader) == 9  # whole global batches of 3 micro-batches
     e.train_batch()
-    assert loader.position == {"epoch": 0, "samples": TRAIN}
-    e.set_train_batch_size(2 * UNIT)
+    assert loader.position == {"epoch": 0, "samples": engines.TRAIN}
+    e.set_train_batch_size(2 * engines.UNIT)
     for _ in range(4):
         e.train_batch()
-    assert loader.position == {"epoch": 1, "samples": 4 * UNIT}  # 3 + 2 x 2 micro-batches, then the next epoch
+    assert loader.position == {"epoch": 1, "samples": 4 * engines.UNIT}  # 3 + 2 x 2 micro-batches, then the next epoch
     three_calls(e, parts(0, 2))
-    assert (e.global_steps, e.global_samples) == (6, TRAIN + 5 * 2 * UNIT)
+    assert (e.global_steps, e.global_samples) == (6, engines.TRAIN + 5 * 2 * engines.UNIT)
     batch = next(iter(loader))
     placed = e.step_fn.place_micro_batch(batch)  # what the loader gives is not copied
     assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(batch), strict=True))

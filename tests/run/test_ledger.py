@@ -189,6 +189,9 @@ def test_what_is_no_record_is_skipped_and_no_ledger_is_an_error(tmp_path):
     lines = ['{"kind": "later", "time": 1}', '{"kind": "step", "time": 1}', "[1]", "\x00", '{"kind": []}', "{}"]
     assert list(chunks_of(lines)) == [[]]
     refuses(lambda: ledger.read(tmp_path), r"ledger.jsonl: No such file .* names checkpoint.dir")
+    assert str(goodput([])) == "goodput 0.0% of 0.0 s"
+    for environment in ({last_words.OUTAGES: "[[1]]"}, {last_words.OUTAGES: "{"}):  # of another program
+        assert last_words.read_outages(environment) == []
 
 
 def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
@@ -240,9 +243,6 @@ def test_metrics_that_are_not_finite(tmp_path):
     assert np.isnan(read_run(tmp_path / "curves").curves["loss"].value[0])
 
 
-# ---------------------------------------------------------------- goodput
-
-
 def record(kind, time, **fields):
     return {"kind": kind, "time": float(time), **fields}
 
@@ -280,7 +280,6 @@ def refused(began, **fields):
 
 
 def begun(began):
-    """A start of 1 s."""
     return [started(began, began + 1), state(began + 1, 0)]
 
 
@@ -330,9 +329,3 @@ def test_times_by_hand(rule):
     found = goodput(records)
     assert (found.wall, found.steps, found.lost) == (wall, of_steps, lost)
     assert found.share == of_steps / wall
-
-
-def test_nothing_to_count():
-    assert str(goodput([])) == "goodput 0.0% of 0.0 s"
-    for environment in ({last_words.OUTAGES: "[[1]]"}, {last_words.OUTAGES: "{"}):  # of another program
-        assert last_words.read_outages(environment) == []

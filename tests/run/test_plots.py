@@ -62,7 +62,6 @@ def runs(tmp_path):
 
 
 def lines(figure):
-    """label -> (x, y) of the lines in a figure."""
     (axes,) = figure.axes
     return {line.get_label(): tuple(map(list, line.get_data())) for line in axes.lines}
 

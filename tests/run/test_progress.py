@@ -1,31 +1,39 @@
-"""What a run shows of itself: notices of slow work, and at its end the summary and the verdict."""
+"""What a run shows of itself: notices of slow work, its breakdowns, and at its end the summary and the verdict."""
 
 import contextlib
+import io
+import json
 import re
 import sys
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
-from helpers.engines import TRAIN, build, engine, printed, rows
+from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, printed, rows, three_calls
+from helpers.refusals import compilations
+from helpers.stored_cases import check_cases
 
 from jzero.config import Config
 from jzero.display import live
 from jzero.display import slow_work as slow
 from jzero.optimizers.lr_schedules import make_lr_schedule
+from jzero.planner import GPUS
 from jzero.profiling.device_times import DeviceTimes
 from jzero.run import clock as clock_module
-from jzero.run import observers, summary
-from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, SCRIPT, START, Clock, Compilations
+from jzero.run import observers, step_memory, summary
+from jzero.run.clock import CHECKPOINT, COMPILE, DATA, DEVICE, EVALUATION, HOST, PROFILE, SCRIPT, START, Clock
 from jzero.run.lines import Lines
-from jzero.run.speed import CompletedSteps, Ideal, Totals
+from jzero.run.speed import CompletedSteps, Ideal, Totals, ideal
 from jzero.run.summary import name_bottleneck
 from jzero.step.batch import Amount, amount_of
 
 
 def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
     """Laps of whole seconds, with known events."""
-    now, compiled, worked = [0.0], Compilations(), {}
+    now, compiled, worked = [0.0], clock_module.Compilations(), {}
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(clock_module, "compilations", compiled)
     clock = Clock(lambda since, until: worked)
@@ -53,7 +61,7 @@ def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
 
 def test_the_compilation_inside_another_counts_once(monkeypatch):
     """Events arrive when they end; one at 10 s of 4 s contains those before it that end after 6 s."""
-    now, compiled = [0.0], Compilations()
+    now, compiled = [0.0], clock_module.Compilations()
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
 
     def add(end, seconds, event="/jax/core/compile/jaxpr_trace_duration"):
@@ -230,50 +238,113 @@ def test_the_innermost_work_is_named(monkeypatch):
         assert slow.current() is None
 
 
-GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")
-BUSY = {DEVICE: 95.0, DATA: 3.0, HOST: 1.0, SCRIPT: 1.0}
-BF16, ADVICE = {"bf16": {"enabled": True}}, summary.MICRO[1]
-HIDDEN = DeviceTimes({"forward": 50.0, "backward": 40.0, "collectives": 10.0}, 200.0)
-EXPOSED = DeviceTimes({"forward": 40.0, "backward": 30.0, "collectives": 30.0}, 0.0)
-COMPUTE = "compute-bound: the devices computed, 95% of the time of the steps"
-COLLECTIVES = "communication-bound: collectives that no computation hides took, 30% of a profiled step"
+def test_the_verdict(pytestconfig):
+    """The largest wait is named, and what is advised is off and faster; a profile tells communication apart.
+
+    CPUs compute more slowly in bf16; a run must be long enough.
+    """
+
+    def outcome(case):
+        config = Config.load({"train_batch_size": 8, **case.get("config", {})})
+        devices = [SimpleNamespace(platform=platform) for platform in case.get("devices", ["gpu"])]
+        times = DeviceTimes(*case["profile"]) if "profile" in case else None
+        return name_bottleneck(case["seconds"], config, devices, times)
+
+    check_cases(Path(__file__).with_name("verdicts.jsonl"), outcome, pytestconfig)
 
 
-def verdict(seconds=BUSY, devices=(GPU,), times=None, stage=0, **more):
-    config = Config.load({"train_batch_size": 8, "zero_optimization": {"stage": stage}, **more})
-    return name_bottleneck(seconds, config, list(devices), times)
+TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
+BOTH = {"wall_clock_breakdown": True, "memory_breakdown": True}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "arguments", "first"),
-    [
-        ({DEVICE: 60.0, DATA: 30.0, HOST: 5.0, SCRIPT: 5.0}, {}, "data-bound: the devices waited for data, 30% of the"),
-        ({DEVICE: 70.0, DATA: 9.0, HOST: 1.0, SCRIPT: 20.0}, {}, "script-bound: the devices waited for the script"),
-        ({DEVICE: 70.0, HOST: 30.0}, {}, "host-bound: the devices waited for the host to start a step, 30%"),
-        ({**BUSY, COMPILE: 900.0}, {}, COMPUTE),
-        (BUSY, {"devices": [GPU] * 8, "times": HIDDEN, "stage": 3}, "compute-bound"),
-        (BUSY, {"devices": [GPU] * 8, "times": EXPOSED, "stage": 3}, COLLECTIVES),
-    ],
-)
-def test_the_largest_wait_is_named(seconds, arguments, first):
-    """A profile tells communication from computation."""
-    lines = verdict(seconds, **arguments)
-    assert lines[0].startswith(first)
-    assert lines[1].startswith("try ")
-    assert 1 <= len(lines[1].split("; or ")) <= 3
+def test_the_lines_of_times_and_of_memory(tmp_path):
+    """An engine with everything on: the parts add up to the total, which is that of the speed in the line before."""
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": ""}
+    with contextlib.redirect_stdout(io.StringIO()) as start:
+        made = build(more=BOTH | {"steps_per_print": 2, "jsonl_monitor": files})[0]
+    seen, found = {}, {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        made.train_batch(rows(0))
+        for step, batches in ((2, [rows(1)]), (4, [iter(parts(2)), iter(parts_of(rows(3)))])):
+            for batch in batches:
+                loss = float(made.train_batch(batch))
+            seen[step] = loss, made.get_global_grad_norm()
+            made.eval_batch(rows(9))
+    lines = out.getvalue().splitlines()
+    for before, line in pairwise(lines):
+        if times := TIMES.fullmatch(line):
+            step, total = int(times[1]), float(times[2])
+            own = found[step] = {part: float(ms) for part, ms in (term.split(" ") for term in times[3].split(" + "))}
+            assert total == pytest.approx(sum(own.values()), abs=0.05 * (len(own) + 1))
+            loss, norm = seen[step]
+            words = rf"step {step}: loss {loss:.4f}, lr 1.000e-02, grad norm {norm:.3f}, skipped 0, ([\d.]+) samples/s"
+            speed = float(re.fullmatch(words, before)[1])
+            assert speed == pytest.approx(1000 * TRAIN / total, rel=0.05 / total + 0.05 / speed + 1e-6)
+    assert {step: list(own) for step, own in found.items()} == {
+        2: [HOST, COMPILE, DEVICE, PROFILE, SCRIPT], 4: [DATA, HOST, COMPILE, DEVICE, EVALUATION, SCRIPT],
+    }  # fmt: skip
+    assert {part: round(ms, 1) for part, ms in made.get_wall_clock_timers().items()} == found[4]
+    made._observers.close()
+    for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        times = {name.rpartition("_ms_")[2]: ms for name, ms in line.items() if "elapsed_time_ms_" in name}
+        if times:
+            assert times.pop("step") == pytest.approx(sum(times.values()))
+            assert {part: round(ms, 1) for part, ms in times.items()} == found.pop(line["step"])
+    assert not found
+    memory = dict(line.split(": ", 1) for line in (start.getvalue() + out.getvalue()).splitlines() if "memory" in line)
+    assert [phase.removeprefix("memory ") for phase in memory] == [
+        "before the state", "with the state", "of a step, planned", "after the first step", "after step 2",
+        "after step 4",
+    ]  # fmt: skip
+    stats = made.step_fn.lower(rows(0)).compile().memory_analysis()
+    new, kept = stats.output_size_in_bytes - stats.alias_size_in_bytes, stats.argument_size_in_bytes
+    sizes = kept + new + stats.temp_size_in_bytes, kept, new, stats.temp_size_in_bytes
+    total, arguments, outputs, temporaries = map(step_memory.size_text, sizes)
+    words = f"{total} per device = arguments {arguments} + outputs {outputs} + temporaries {temporaries}"
+    assert memory.pop("memory of a step, planned") == words
+    host = r"host [\d.]+ [KMG]iB, peak [\d.]+ [KMG]iB \(cpu devices report none of their own\)"
+    assert all(re.fullmatch(host, words) for words in memory.values())
 
 
-def test_what_is_advised_is_off_and_faster():
-    """CPUs compute more slowly in bf16; a run must be long enough."""
-    assert verdict()[1] == f"try bf16.enabled: true; or {ADVICE}"
-    assert verdict(devices=[CPU]) == [COMPUTE]
-    full = verdict(**BF16, activation_checkpointing={"policy": "full"})[1]
-    assert "bf16" not in full
-    assert 'policy: "matmuls"' in full
-    assert "matmuls" not in verdict(**BF16, activation_checkpointing={"policy": "none"})[1]
-    for stage in (1, 3):
-        advice = verdict(devices=[GPU] * 8, times=EXPOSED, stage=stage)[1]
-        assert ("zero_optimization.stage: 2" in advice) == (stage == 3)
-    (unknown,) = verdict(devices=[GPU] * 8, stage=3)
-    assert "wall_clock_breakdown" in unknown
-    assert verdict({part: spent / 10 for part, spent in BUSY.items()}) == []
+def test_only_the_breakdown_waits_for_the_devices(monkeypatch):
+    """And the numbers of the run are the same."""
+    waits, block = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waits.append(x) or block(x))
+    plain, timed = engine(), engine()
+    timed._observers.lines.timed = True
+    for made, count in ((plain, 0), (timed, 3)):
+        waits.clear()
+        made.train_batch(rows(0))
+        three_calls(made, parts(1))
+        made.train_batch(rows(2))
+        assert len(waits) == count
+    assert_same((plain.state.params, plain.state.opt_state), (timed.state.params, timed.state.opt_state))
+    assert plain.get_wall_clock_timers() == {}
+
+
+def test_what_is_known_of_a_step_compiles_nothing(monkeypatch):
+    made = engine()
+    made.train_batch(rows(0))
+    compilations.clear()
+    step_memory.planned(made.step_fn)
+    device = SimpleNamespace(platform="gpu", device_kind=GPUS["t4"].description)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert ideal(made.step_fn).seconds > 0
+    assert not compilations
+    jax.jit(lambda x: x + 3).lower(1.0).compile()
+    assert compilations  # this is how JAX counts it
+
+
+def test_the_fullest_device_is_shown(monkeypatch, tmp_path):
+    def device(number, now, peak):
+        stats = {"bytes_in_use": now * 2**30, "peak_bytes_in_use": peak * 2**30, "bytes_limit": 75 * 2**30}
+        return SimpleNamespace(id=number, platform="gpu", memory_stats=lambda: stats)
+
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t 3145728 kB\nVmRSS:\t 2097152 kB\n")
+    fullest = "3.00 GiB in use, peak 4.00 GiB of 75.0 GiB on device 1, the fullest of 2; host 2.00 GiB, peak 3.00 GiB"
+    alone = "1.00 GiB in use, peak 2.00 GiB of 75.0 GiB on device 0; host memory unknown on this system"
+    one, two = device(0, 1, 2), device(1, 3, 4)
+    for devices, status, words in (([one, two], "status", fullest), ([one], "missing", alone)):
+        monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
+        monkeypatch.setattr(step_memory, "STATUS", tmp_path / status)
+        assert step_memory.used("now") == f"memory now: {words}"

@@ -72,7 +72,6 @@ def error_of(engine, batch, **arguments):
 
 
 def check_replay(saved, model, text):
-    """A replay says what the run said."""
     found = str(jzero.replay(saved, model)).splitlines()
     assert found == text.splitlines()[: len(found)]
 

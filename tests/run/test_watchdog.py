@@ -1,13 +1,9 @@
 """The watchdog: its limit, its words, NCCL's RAS service behind a stand-in, and jobs that no launcher watches."""
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +11,12 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses
 from helpers.sampling import some
+from launcher.jobs import Command
 
 import jzero
 from jzero.distributed import heartbeat, watchdog
 from jzero.distributed.host_collectives import Guard
 from jzero.step.call import Call
-
-ROOT = Path(__file__).parents[2]
 
 
 def nccl_says(answer, wait=0.0, **keywords):
@@ -95,9 +90,7 @@ def test_the_first_run_of_a_program_is_not_steady(monkeypatch):
     assert [work.steady for _, work in heartbeat._waiting] == [False, True, False]
 
 
-def test_bad_limits(monkeypatch):
-    words = r"watchdog\.floor = 60 and watchdog\.ceiling = 30: the floor must not be"
-    refuses(lambda: jzero.Config.load({"train_batch_size": 1, "watchdog": {"floor": 60, "ceiling": 30}}), words)
+def test_a_bad_limit(monkeypatch):
     monkeypatch.setenv("JZERO_HANG_TIMEOUT", "soon")
     refuses(lambda: watchdog.watch_for_hangs(600, 1800), "JZERO_HANG_TIMEOUT = 'soon': must be seconds")
 
@@ -136,26 +129,19 @@ def test_a_job_without_the_launcher(tmp_path, what):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     (tmp_path / "worker.py").write_text(PROGRAM)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "JZERO_", "XLA_"))}
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1"}
-    ranks, files, command = [], [tmp_path / f"{rank}.err" for rank in "01"], [sys.executable, "worker.py", what]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    ranks = [Command(what, cwd=tmp_path, env=env | {"RANK": rank}, main=("worker.py",)) for rank in "01"]
     try:
-        for rank, file in enumerate(files):
-            with file.open("w") as err:
-                own = env | {"RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, cwd=tmp_path, env=own, stdout=err, stderr=err))
-        while what != "ends" and "hangs" not in files[1].read_text():
-            assert ranks[1].poll() is None, files[1].read_text()
-            time.sleep(0.1)
+        if what != "ends":
+            ranks[1].until("hangs")
         began = time.monotonic()
         codes = [process.wait(120) for process in (ranks[:1] if what == "stopped" else ranks)]
         took = time.monotonic() - began
     finally:
         for process in ranks:
-            process.kill()
-            process.wait()
-    errors = [file.read_text() for file in files]
+            process.end()
+    errors = [process.errors for process in ranks]
     assert codes[0] == (0 if what == "ends" else 124), errors
     if what == "ends":
         return
