@@ -1,8 +1,4 @@
-"""FlashAttention-3: where it runs, its gradients and `jax.vmap`, and the compiled program of an H200.
-
-Its kernels run on Hopper GPUs only: experiments/benchmarks/2026-11-27-flash-attention-h200.md. Here plain JAX takes
-their place.
-"""
+"""FlashAttention-3, whose kernels need Hopper: plain JAX plays them; gradients, `jax.vmap`, the program of an H200."""
 
 import contextlib
 import dataclasses

@@ -38,10 +38,7 @@ SIZES = {"t": 12, "k": 16, "n": 20, "b": 2, "s": 6, "d": 24, "h": 4, "c": 8}
 
 
 def rounded(x, dtype, scale=None):
-    """Multiply by the largest power of two that keeps x in range, round, and divide; in float64.
-
-    Another scale makes the largest number of what is out of range.
-    """
+    """Multiply by this scale or the largest power of two that keeps x in range, clip, round, and divide; in float64."""
     x = np.asarray(x, np.float64)
     scale = scale or 2.0 ** np.floor(np.log2(MOST[dtype] / np.abs(x).max()))
     x = np.clip(x * scale, -MOST[dtype], MOST[dtype])

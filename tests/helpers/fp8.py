@@ -1,7 +1,4 @@
-"""fp8 without jzero: products of rounded factors in plain JAX, and models whose Linear modules compute them.
-
-An array is multiplied by the largest power of two that keeps it in the range of the dtype, rounded, and divided again.
-"""
+"""fp8 without jzero: products of factors that are rounded at powers of two, and models that compute them."""
 
 from functools import lru_cache, partial
 

@@ -81,8 +81,7 @@ def mean_cross_entropy(logits, labels):
 
 @lru_cache
 def layers(kind):
-    """With dropout, tied ends around four layers alike, or five, which no stages divide; or five that are not alike,
-    with integers and masks between them."""
+    """Tied ends around four layers alike, with dropout, or five; or layers not alike, with integers and masks."""
     if kind != "different":
         alike = [LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
         return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)

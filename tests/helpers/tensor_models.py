@@ -117,6 +117,7 @@ ZOO = {
     "two-heads": (Llama, dataclasses.replace(PACKED, num_heads=2)),
     "four": (Llama, dataclasses.replace(PACKED, num_layers=4)),
     "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
+    "odd": (Llama, dataclasses.replace(PACKED, vocab_size=VOCAB + 3, num_kv_heads=1)),  # 2 divides neither
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
     "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),
     "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),

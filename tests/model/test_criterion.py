@@ -1,7 +1,4 @@
-"""A criterion outside of the model: `outputs = engine(inputs)`, `loss = engine.loss(outputs, labels)`, and so on.
-
-The oracle is plain Flax and optax on one device.
-"""
+"""A criterion outside of the model: `loss = engine.loss(engine(inputs), labels)`, beside plain Flax and optax."""
 
 import flax.linen as nn
 import jax

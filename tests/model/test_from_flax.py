@@ -1,7 +1,4 @@
-"""NNX modules as models: how they are made, their losses, what they draw, modes, boxes, and constants.
-
-The oracle is plain Flax and optax on one device.
-"""
+"""NNX modules as models: how they are made, losses, draws, modes, boxes, constants; beside plain Flax and optax."""
 
 import subprocess
 import sys

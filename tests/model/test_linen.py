@@ -1,7 +1,4 @@
-"""Linen modules: boxed parameters, collections, sown values, streams, and stacks of layers.
-
-The oracle is plain Flax and optax on one device.
-"""
+"""Linen modules: boxes, collections, sown values, streams, stacks of layers; beside plain Flax and optax."""
 
 from collections.abc import Callable
 

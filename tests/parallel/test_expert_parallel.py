@@ -1,8 +1,4 @@
-"""Expert parallelism in training: the losses, gradient norms and parameters of one device.
-
-The oracle is a plain loop on one device of the same decoder, whose experts all compute every token
-(`helpers.mixtures`).
-"""
+"""Expert parallelism: one device's losses, norms and parameters, by a decoder whose experts compute every token."""
 
 import dataclasses
 

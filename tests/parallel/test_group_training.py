@@ -1,7 +1,4 @@
-"""Half precision, quantized weights, a model's state and dropout, where groups of devices act as one.
-
-The oracles are plain JAX in float32 on one device, or the layout without the axes.
-"""
+"""Half precision, int8 weights, state and dropout over groups of devices, beside one device or the layout without."""
 
 import jax
 import jax.numpy as jnp

@@ -105,7 +105,7 @@ REFUSED = {
         ("zero_optimization.offload_param", zero(offload_param=CPU)),
         ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
     )},
-    # tables of `tensor`; what a model's table lacks see `test_undivided`
+    # tables of `tensor`; what a model's table lacks see `test_tensor_parallel`
     "no table": (tensor({}), "mesh.tensor = 2", "no table", "example_batch"),
     "no such name": (tensor({"nothing": 0}), "tensor_parallel.dimensions", "'nothing'", "no parameter"),
     "no such dimension": (tensor({"up/kernel": 2}), "up/kernel", "= 2", "[32, 128]", "0 to 1"),

@@ -1,8 +1,4 @@
-"""Training where the heads do not suffice for `context`: the losses, gradient norms and parameters of one device.
-
-The oracle is plain JAX with XLA's attention. cuDNN's kernels are replaced by plain JAX (`helpers.attention_kernels`);
-their rules on arrays are in spread/test_ring, the compiled program in test_group_collectives.
-"""
+"""Rings of `context` where heads do not suffice: plain JAX on one device; plain JAX also plays cuDNN's kernels."""
 
 import jax
 import pytest

@@ -1,7 +1,4 @@
-"""The run report of a step with `tensor`: what is moved, with the model's lines; what each device holds.
-
-Expected bytes are counted by hand: an activation is [rows, sequence, width], of 4 bytes an element.
-"""
+"""The run report of a step with `tensor`: what is moved, in bytes counted by hand, with the model's lines."""
 
 import inspect
 import re

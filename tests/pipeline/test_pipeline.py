@@ -1,12 +1,18 @@
 """A step through the pipeline equals the step without one, in every layout and with every kind of model."""
 
+from collections import Counter
 from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.layer_lists import batch_of_layers, layers
+from helpers.offload import scans
 from helpers.pipelines import (
+    BOUND,
+    ROWS,
+    SEQUENCE,
     VOCAB,
     WIDTH,
     Case,
@@ -17,14 +23,19 @@ from helpers.pipelines import (
     assert_close,
     batch_of,
     check,
+    initial,
     model,
     named,
     run,
     unpipelined,
 )
+from helpers.reference import ADAMW, assert_bitwise, place
 from helpers.sampling import keep, some
 from jax import lax
 
+from jzero.planner import memory
+from jzero.run.run_report import report
+from jzero.tree import named as named_leaves
 from models.llama import Llama
 
 KINDS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
@@ -132,3 +143,137 @@ def test_stale_data_leaks_nothing(case, monkeypatch):
         assert jnp.isnan(pullback(jnp.full(y.shape, dy))[0]).all()
     batch["labels"][:, 0] = 1  # no micro-batch without any, whose gradient is zero
     assert_close(run(fragile, case, batch), run(fragile, case.unpipelined, batch))
+
+
+# ------------------------------------------------------------------------------------------- test_pipeline_training
+
+
+MODULES = [  # layers of different structure, or a stack, which the stages divide or not
+    ("different", Case("gpipe", 2, 3)),
+    ("five", Case("1f1b", 4, 4)),
+    ("four", Case("interleaved", 2, 2, 3, 2, chunks=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), some(MODULES, MODULES[:1]), ids=str)
+def test_pipeline_module(kind, case):
+    batch = batch_of_layers(kind, ROWS * case.micro * case.zero)
+    assert_close(*(run(layers(kind), c, batch) for c in (case, case.unpipelined)))
+
+
+@pytest.mark.slow
+def test_a_stack_that_the_stages_do_not_divide():
+    """With frozen leaves, and leaves under the persistence threshold; the optimizer sees layers, not a stack."""
+    case = Case("1f1b", 2, 2, 3, 2)
+    batch = batch_of_layers("five", ROWS * case.micro * case.zero)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 20}
+    more = {"frozen_parameters": ["tied/.*", "bias"], "zero_optimization": zero}
+    assert_close(*(run(layers("five"), c, batch, **more) for c in (case, case.unpipelined)))
+    found = []
+    for c in (case, case.unpipelined):
+        step = c.step(layers("five"), optimizer={"type": "Lamb", "params": {"lr": 0.1}})
+        state, *_ = step.run(step.init(jax.random.key(0)), step.prepare([batch]))
+        found.append(jax.device_get(state.params))
+    for name, x in named_leaves(found[0]).items():
+        np.testing.assert_allclose(x, named_leaves(found[1])[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_report_says_what_a_switch_costs():
+    case = Case("1f1b", 2, 2, 3)
+    text = " ".join(report(case.step(layers("five"), pipeline={"activation_checkpoint_interval": 2})).split())
+    assert "stages x chunks = 2 does not divide the 5 equal layers" in text
+    assert "in one piece whatever activation_checkpoint_interval says" in text
+    assert "no run of equal layers holds half" in " ".join(report(case.step(layers("different"))).split())
+
+
+RECOMPUTED = [
+    (Llama, "1f1b", "matmuls", 0),
+    (Decoder, "1f1b", "none", 0),
+    (Decoder, "zero_bubble", "matmuls", 1),
+    (Decoder, "zero_bubble", None, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "schedule", "policy", "interval"), keep(RECOMPUTED, RECOMPUTED[2:3]))
+def test_activation_checkpointing(kind, schedule, policy, interval):
+    """Two layers to a stage; the unpipelined step recomputes nothing. An interval alone is policy "full"."""
+    case = Case(schedule, 2, 3, 3 * (interval == 1), 1 + (interval == 1))
+    pipeline = {"schedule": schedule, "activation_checkpoint_interval": interval}
+    ours = run(model(kind, 4), case, activation_checkpointing={"policy": policy}, pipeline=pipeline)
+    assert_close(ours, unpipelined(model(kind, 4), case.unpipelined))
+
+
+@pytest.mark.slow
+def test_what_an_interval_keeps():
+    """Of the three micro-batches in flight the input of each checkpoint: four on each stage, or one."""
+    case, tokens, peaks = Case("1f1b", 2, 4), jax.ShapeDtypeStruct((4 * ROWS, 4096), jnp.int32), []
+    for interval in (1, 4):
+        pipeline = {"schedule": "1f1b", "activation_checkpoint_interval": interval}
+        step = case.step(model(Decoder, 8), pipeline=pipeline)
+        peaks.append(memory(step.lower({"inputs": tokens, "labels": tokens}).compile()).peak)
+    assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
+
+
+KEPT = [("none", 4 + 1, 2), ("matmuls", 4 + 1, 2), ("full", 4, 1)]
+
+
+@pytest.mark.parametrize(("policy", "unrolled", "looped"), keep(KEPT, KEPT[1:2]))
+def test_what_a_stage_keeps(policy, unrolled, looped):
+    """Each of four layers keeps its input and its product, but no weight, gathered or not.
+
+    But for "full", unrolled layers keep the first input alone: products and elementwise operations give the others.
+    """
+    case = Case("1f1b", 2, 6, 3, 2)
+    slots, depth, size = 2 * 2 - 1, 4, (ROWS, SEQUENCE, WIDTH)
+    for unroll, buffer, n in ((True, (slots, *size), unrolled), (False, (slots * depth, *size), looped)):
+        step = case.step(model(Decoder, 8), activation_checkpointing={"policy": policy}, stack={"unroll": unroll})
+        loops = [Counter(x.aval.shape for x in eqn.outvars) for eqn in scans(step.trace(batch_of(case)).jaxpr.jaxpr)]
+        ticks = [carried for carried in loops if (6, 2) in carried]  # with the losses of six micro-batches
+        assert len(ticks) == 3
+        for carried in ticks:
+            assert carried[buffer] == n
+            assert {shape for shape in carried if shape and shape[0] in (slots, slots * depth)} == {buffer}
+
+
+LIMITS = [(Case("1f1b", 2, 4), 36), (Case("interleaved", 2, 4, chunks=2), 40)]
+
+
+@pytest.mark.parametrize(("case", "layers"), LIMITS, ids=str)
+def test_many_layers_run_in_a_loop(case, layers):
+    """72 layers are unrolled in a step; the phases of these schedules have them 4 and 7 times."""
+    for n, unrolled in ((layers, True), (layers + case.stages * case.chunks, False)):
+        step = case.step(model(Decoder, n))
+        assert step.setup.passes.facts.unrolled == unrolled
+        assert f"{n} layers, {'unrolled' if unrolled else 'scanned'}; " in report(step)
+
+
+@pytest.mark.slow
+def test_recomputed_layers_draw_the_same_masks():
+    check(model(Dropout, 4), Case("zero_bubble", 2, 2, chunks=2), activation_checkpointing={"policy": "full"})
+
+
+FORWARD = [Case("1f1b", 2, 3, 3, 2), Case("zero_bubble", 4, 2, chunks=2)]
+
+
+@named(some(FORWARD, FORWARD[:1]))
+def test_evaluate_and_micro_loss(case):
+    """Any number of micro-batches; without dropout, and with that of a micro-batch of the next step."""
+    noisy, losses = model(Dropout, case.layers), []
+    for one in (case, case.unpipelined):
+        step = one.step(noisy)
+        state = place(step, initial(noisy))
+        batch = batch_of(case._replace(micro=5))
+        part = jax.tree.map(lambda x, n=step.micro_size: x[-n:], batch)
+        losses.append([step.evaluate(state, batch), step.evaluate(state, part), step.micro_loss(state, part, 1)])
+    np.testing.assert_allclose(*losses, rtol=BOUND)
+    assert abs(losses[0][1] / losses[0][2] - 1) > 1e-3
+
+
+def test_a_step_that_overflows_changes_nothing():
+    case, fragile = Case("1f1b", 2, 2), model(Decoder, 2)
+    step = case.step(fragile, fp16={"enabled": True, "loss_scale": 2.0**40}, optimizer=ADAMW)
+    state = step.init(jax.random.key(0))
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, batch_of(case))
+    assert metrics["skipped"]
+    assert_bitwise(before, (state.params, state.opt_state))

@@ -1,7 +1,4 @@
-"""What a pipeline refuses: models, layers and stages that do not fit.
-
-Refusals of the config alone are rows of parallel/test_refused.
-"""
+"""What a pipeline refuses; refusals of the config alone are rows of parallel/test_refused."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,8 +1,4 @@
-"""`cpu_checkpointing` in pipelines: the numbers of the pipeline without it, bit for bit, and residuals on the host.
-
-How many slots a buffer has follows from the schedules' table (docs/pipelines.md): the chunks in flight on stage 0, and
-under gpipe one more, which idle stages write to.
-"""
+"""`cpu_checkpointing` in pipelines: the numbers without it bit for bit, and residuals on the host."""
 
 from collections import Counter
 
@@ -30,7 +26,6 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("kind", "case", "policy"), keep(NUMBERS, NUMBERS[1:2]), ids=str)
 def test_the_numbers_are_the_same_bit_for_bit(kind, case, policy):
-    """`test_pipeline_training` compares the pipeline without it with the step without a pipeline."""
     of, batch = (model(kind, case.layers), None) if isinstance(kind, type) else (layers(kind), batch_of_layers(kind, 6))
     on_host, on_device = (run(of, case, batch, **section(policy, there)) for there in (True, False))
     chex.assert_trees_all_equal(on_host, on_device)

@@ -1,8 +1,4 @@
-"""cuDNN's attention on a group that divides rows, heads or the sequence: XLA's values and gradients, and what is moved.
-
-Where the heads do not suffice for the devices of a sequence, keys go around a ring. cuDNN's kernels are replaced by
-plain JAX, `helpers.attention_kernels`.
-"""
+"""cuDNN's attention on a group, played by plain JAX: XLA's values and gradients, and what is moved."""
 
 from collections import Counter
 from math import prod

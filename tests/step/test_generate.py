@@ -1,7 +1,4 @@
-"""Generated text. Oracle: the plain module on the whole sequence, without a cache, on one device.
-
-tests/weights/test_families.py compares with `transformers`.
-"""
+"""Generated text. Oracle: the plain module on the whole sequence, without a cache, on one device."""
 
 import functools
 import re

@@ -1,7 +1,4 @@
-"""What a model may be and return; a loss of (sum, count) has the range of a mean, whatever the batch contains.
-
-Oracle: plain JAX with a mean.
-"""
+"""Models and what their losses may return. Oracle: plain JAX with a mean."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,4 @@
-"""One row for each family: transformers' model with random weights, jzero's of the same files, and checks of both.
-
-A check returns its relative error: the largest difference over the largest value. `docs/models.py` writes them into
-docs/models.md.
-"""
+"""One row for each family: transformers' model, jzero's of the same files, and checks, which return relative errors."""
 
 import json
 import math

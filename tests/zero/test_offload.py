@@ -1,8 +1,4 @@
-"""State and activations in host memory: what lies there, the numbers bit for bit as without.
-
-The oracle of the numbers is the run without offload, which test_oracle compares with the plain optax loop: offload
-moves arrays and computes nothing.
-"""
+"""State and activations in host memory: what lies there, the numbers bit for bit as without."""
 
 import chex
 import jax

@@ -1,7 +1,4 @@
-"""Limits of state in host memory: what a plan counts, what the report says, what is refused.
-
-The oracle of XLA's memory is the count of the leaves' bytes.
-"""
+"""Limits of state in host memory: what a plan counts, what the report says, what is refused."""
 
 import os
 import socket

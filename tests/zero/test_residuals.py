@@ -1,8 +1,4 @@
-"""What a layer keeps for its backward pass, against every choice that there is, and against bytes counted by hand.
-
-`minimum` tries all sets of variables. That a layer computes the right gradients from what it keeps, the comparisons
-with plain loops show (`test_oracle`, `test_model`, `test_pipeline`).
-"""
+"""What a layer keeps for its backward pass, against every choice that there is, and against bytes counted by hand."""
 
 import re
 from itertools import chain, combinations, pairwise
