@@ -82,7 +82,6 @@ CASES = [
 
 
 def compiled(case, llama=LLAMA, **more):
-    """(the program's collectives, the shapes of the parameters)."""
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": case.accum,
@@ -107,7 +106,6 @@ def compiled(case, llama=LLAMA, **more):
 
 
 def leaves_of(case, params):
-    """(name, shape of one layer's leaf, layers, whether `zero` partitions it) of every parameter."""
     for name, x in named(params).items():
         layers = LAYERS if name.startswith("stack/") else 1
         shape = x.shape[1:] if layers > 1 else x.shape
@@ -122,7 +120,6 @@ def gathers_per_micro_batch(case, name):
 
 
 def expected(case, params):
-    """The table, as a Counter of (kind, dtype, axes, bytes, place) -> arrays moved."""
     moved = Counter()
     compute, wire = HLO[case.precision], HLO[case.reduce or case.precision]
     inside = "micro-batch" if case.accum > 1 else "step"
@@ -158,7 +155,6 @@ def expected(case, params):
 
 
 def found(case, program):
-    """The program's collectives in the same form."""
 
     def key(row):
         in_micro_batch = case.accum > 1 and row.loops[:1] == (case.accum,)

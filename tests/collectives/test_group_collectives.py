@@ -42,7 +42,6 @@ def llama(config):
 
 
 def with_tensor(subject, dimensions, *, stage=0, zero=1):
-    """The collectives of a step, one by one: (kind, dtype, axes, bytes) -> how many."""
     step, trace = traced(
         subject, h100s(zero=zero, tensor=TENSOR), pairs(BATCH, SHORT), train_batch_size=BATCH,
         zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -102,7 +101,6 @@ ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS = 4, 128, 256, 8, 4
 
 
 def with_context(*, stage=0, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
-    """(the collectives of a step, without numbers: (kind, axes, bytes) -> how many; the step)."""
     shape = LlamaConfig(LAYERS, width, heads, kv_heads, 512, vocab_size=1024, attention="cudnn")
     step, trace = traced(
         llama(shape), h100s(**mesh), pairs(ROWS, SEQUENCE),

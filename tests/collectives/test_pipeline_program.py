@@ -49,7 +49,6 @@ class Scaled(Decoder):
 
 
 def step_of(case, model, rows, length, options=SEPARATE, **more):
-    """A step, whose micro-batches have so many rows, and its trace."""
     config = case.config(
         train_micro_batch_size_per_gpu=rows, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, **more
     )
@@ -162,7 +161,6 @@ TOKENS = 1024
 
 @functools.cache
 def plan(schedule, chunks, micro):
-    """(planned memory, collectives) of a step of `micro` micro-batches on four stages."""
     case = Case(schedule, 4, micro, chunks=chunks)
     model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, num_layers=4 * chunks), rngs=rngs))
     step, trace = step_of(case, model, 1, TOKENS, options={})

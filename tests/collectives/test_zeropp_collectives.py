@@ -39,7 +39,6 @@ def compiled(plus, unroll):
 
 
 def expected(weights, gradients, n, unroll):
-    """The table, as a Counter of (kind, dtype, bytes, group, inside the micro-batch loop) -> arrays moved."""
     moved = Counter()
 
     def gathered(elements, layers, times, quantized):

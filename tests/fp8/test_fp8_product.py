@@ -46,7 +46,6 @@ def rounded(x, dtype, scale=None):
 
 
 def form_of_letters(letters, weight):
-    """The form of an einsum; letters of both factors and of the result are batch dimensions."""
     (a, b), out = letters.split("->")[0].split(","), letters.split("->")[1]
     shared = [c for c in a if c in b and c not in out]
     batch = [c for c in a if c in b and c in out]
@@ -63,7 +62,6 @@ def factors(letters):
 
 
 def jzeros(letters, weight, a, b, g, gradients, trained=True):
-    """y and the gradients of both factors."""
     form = form_of_letters(letters, weight)
 
     @jax.jit

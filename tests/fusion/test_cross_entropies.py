@@ -126,7 +126,6 @@ def test_what_stands_around_a_loss_stays(f, n):
 
 
 def operands(f, logits, labels):
-    """The dtypes of the logits that kernels read."""
     found = operations(jax.make_jaxpr(by_kernels(f))(logits, labels).jaxpr)
     return [str(operation.eqn.invars[0].aval.dtype) for operation in found if operation.name == KERNEL]
 

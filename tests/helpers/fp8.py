@@ -151,7 +151,6 @@ def trained(name, precision=FP8, **layout):
 
 
 def distances(gradients, others):
-    """The relative distances of gradients, leaf by leaf: {name: |a - b| / |b|}."""
     flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
     return {
         name_of(path): float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -89,7 +89,6 @@ def layers(kind):
 
 
 def batch_of_layers(kind, rows):
-    """(inputs, labels) of `layers(kind)`."""
     rng = np.random.default_rng(0)
     if kind != "different":
         return tuple(rng.integers(0, 16, (2, rows, 8)).astype(np.int32))

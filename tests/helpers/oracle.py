@@ -56,7 +56,6 @@ def plain_loop(loss, params, batches, tx):
 
 
 def train(step, params, batches):
-    """([(loss, norm of the gradient)], state) of a train step from these parameters, or from its own if None."""
     state, seen = step.init(jax.random.key(0), params), []
     for batch in batches:
         state, metrics = step(state, batch)

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 from flax import nnx
 from helpers.oracle import plain_loop
+from helpers.steps import mesh, run, settings
 
 import jzero
 
@@ -14,8 +15,6 @@ KEY = jax.random.key(3)
 
 
 class Normed(nnx.Module):
-    """Six features to three, with batch norm."""
-
     def __init__(self, rngs):
         self.first = nnx.Linear(6, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
@@ -29,25 +28,13 @@ def mean_square(module, batch):
     return (module(batch) ** 2).mean()
 
 
-def train(model, steps=3, **more):
+def train(model, steps=3):
     """The losses of `steps` steps of SGD on four devices at ZeRO stage 3, and the parameters at the start."""
-    config = {
-        "train_batch_size": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
-    state = step.init(KEY)
-    start, losses = jax.device_get(state.params), []
-    for _ in range(steps):
-        state, metrics = step(state, X)
-        losses.append(float(metrics["loss"]))
+    start, losses, _ = run(jzero.make_train_step(model, settings(ROWS, 3, lr=LR), mesh=mesh()), [X] * steps)
     return losses, start
 
 
 def plain(loss, params, steps=3):
-    """The same losses from optax; `loss(params)` is plain Flax."""
     return plain_loop(lambda params, _: loss(params), params, [X] * steps, optax.sgd(LR)).losses
 
 

@@ -89,7 +89,6 @@ def loss_fn(model, batch):
 
 
 def plain_nnx(module, params, tx):
-    """Train a module with Flax and optax alone; return the losses and the parameters after every batch."""
     graph, state, *_ = nnx.split(module(nnx.Rngs(0)), nnx.Param, ...)
     nnx.replace_by_pure_dict(state, params)
 

@@ -27,7 +27,6 @@ def mesh(zero=4, **degrees):
 
 
 def started(model, config, mesh=None):
-    """Make a train step; return it with its first state."""
     step = jzero.make_train_step(model, config, mesh=mesh)
     return step, step.init(jax.random.key(0))
 
@@ -43,6 +42,5 @@ def run(step, batches, params=None, extras=None):
 
 
 def assert_close(params, expected, rtol=1e-4, atol=1e-6):
-    """Compare parameters leaf by leaf with those of plain JAX."""
     for name, x in named(jax.device_get(params)).items():
         np.testing.assert_allclose(x, named(expected)[name], rtol=rtol, atol=atol, err_msg=name)

@@ -27,8 +27,6 @@ VOCAB, WIDTH, BATCH, SEQUENCE, STEPS, LR = 64, 32, 16, 8, 3, 0.1
 
 
 class Block(nnx.Module):
-    """NNX's own attention, with biases."""
-
     def __init__(self, *, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attn = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
@@ -87,7 +85,6 @@ def attend(module, x):
 
 
 def list_of_layers():
-    """Four layers alike between tied ends, as a `PipelineModule`."""
     embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, attend))
     layers = [embed, *[LayerSpec(Block)] * 4, LayerSpec(nnx.LayerNorm, WIDTH), head]
     return PipelineModule(layers, loss_fn=mean_over_labels)
@@ -190,7 +187,6 @@ OPTIMIZERS = {  # name: (changes of the config, the same in optax)
 
 @lru_cache
 def reference(name, optimizer="SGD"):
-    """What the plain loop does with a model."""
     config, tx = OPTIMIZERS[optimizer]
     frozen = config.get("frozen_parameters", ())
 
@@ -241,7 +237,6 @@ def errors(name, oracle=None, optimizer="SGD", **layout):
 
 
 def assert_one_device(name, **layout):
-    """Train in a layout as one device does; return the step."""
     losses, parameters, step = errors(name, **layout)
     assert losses < 1e-6
     assert parameters < 2e-6  # one unit in the last place of an element is 1e-7 of the leaf; three steps add up

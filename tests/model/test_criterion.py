@@ -29,8 +29,6 @@ class Net(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """A layer stack, so that a pipeline can cut it."""
-
     def __init__(self, rngs):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.stack = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(4))
@@ -74,7 +72,6 @@ def data(engine, steps=3):
 
 
 def run(engine, micro_batches, read=lambda outputs, labels: None):
-    """The tutorial's five lines for one step; return the losses, and what `read` makes of the outputs."""
     losses, seen = [], []
     for inputs, labels in micro_batches:
         outputs = engine(inputs)
@@ -87,7 +84,6 @@ def run(engine, micro_batches, read=lambda outputs, labels: None):
 
 
 def plain(model, steps, call):
-    """The same training with Flax and optax alone, on global batches: the losses and the module."""
     module = model(nnx.Rngs(KEY))
     optimizer, losses = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), []
 
@@ -104,7 +100,6 @@ def plain(model, steps, call):
 
 @pytest.mark.slow
 def test_the_tutorials_loop_is_plain_training():
-    """In a pipeline at ZeRO-3."""
     engine, whole = build(Stacked, 3, 2), build(Stacked, 3, 2)
     steps = data(engine)
     losses = [np.mean(run(engine, micro_batches)[0]) for micro_batches in steps]

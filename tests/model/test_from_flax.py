@@ -168,8 +168,6 @@ class Table(nnx.Module):
 
 
 class Grid:
-    """An object that nnx does not know."""
-
     def __init__(self):
         self.points = jnp.arange(WIDTH) / WIDTH
 
@@ -210,8 +208,6 @@ def test_constants_are_found_without_making_the_parameters():
 
 
 class TableStack(nnx.Module):
-    """Constants in the layers of a stack and beside it."""
-
     layer = Table
 
     def __init__(self, rngs):

@@ -63,7 +63,7 @@ def test_linen(module):
             return mean_square(module, batch)
 
     model = jzero.from_flax(module, loss, example_batch=jax.eval_shape(lambda: X))
-    losses, start = train(model, gradient_clipping=0)
+    losses, start = train(model)
     rest = {name: part for name, part in module.init(KEY, X).items() if name not in ("params", "losses")}
     expected = plain(lambda params: (module.apply({"params": params, **rest}, X) ** 2).mean(), start)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
@@ -71,8 +71,6 @@ def test_linen(module):
 
 
 class Noisy(linen.Module):
-    """Draws from a stream that is not called dropout."""
-
     @linen.compact
     def __call__(self, x, train=False):
         x = linen.Dense(WIDTH)(x)
@@ -100,8 +98,6 @@ def test_linen_streams_of_any_name_follow_the_key():
 
 
 class Counter(linen.Module):
-    """State that training changes only where it may."""
-
     collection: str = "counts"
 
     @linen.compact

@@ -192,8 +192,6 @@ class FusedLayer(nnx.Module):
 
 
 class Fused(nnx.Module):
-    """Gates and values side by side in each layer, and in the head."""
-
     fused_matrices: ClassVar = {
         **dict.fromkeys(("layers/0/up/kernel", "layers/1/up/kernel"), (1, (8, 8))),
         "head/kernel": (1, (2, 2)),
@@ -228,15 +226,12 @@ def test_fused_matrices_are_those_of_the_module():
 
 
 class Paired(Small):
-    """A layer that also returns a number, as routers do."""
-
     def __call__(self, x, mask, training=True):
         x = super().__call__(x, mask)
         return x, (x**2).mean()
 
 
 def changed(make):
-    """A GPT whose blocks `make(blocks, rngs)` changed."""
 
     class Changed(SmallGPT):
         def __init__(self, rngs):
@@ -247,7 +242,6 @@ def changed(make):
 
 
 def running(run, module=SmallGPT):
-    """A GPT whose blocks a and b run as `run(a, b, x, mask)`."""
     return type("Changed", (module,), {"run": lambda self, x, mask: run(*self.blocks, x, mask)})
 
 

@@ -42,8 +42,6 @@ FROZEN = "ends/fixed"
 
 
 class Net(Decoder):
-    """With a norm, and a parameter to freeze."""
-
     def init(self, rng):
         params = super().init(rng)
         params["ends"] |= {"norm": jnp.ones(WIDTH), "fixed": jax.random.normal(rng, WIDTH)}
@@ -64,7 +62,6 @@ def rate(step):
 
 @lru_cache
 def with_optax():
-    """optax.multi_transform with one adamw per parameter."""
     made = {
         name: optax.adamw(lambda n, s=scale: s * rate(n), *betas, eps=EPS, weight_decay=decay)
         for name, (scale, decay, betas) in EXPECTED.items()

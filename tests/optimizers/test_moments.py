@@ -32,7 +32,6 @@ BATCH = batches("decoder")[0]
 
 @pytest.fixture(autouse=True)
 def _moments_of_small_models(monkeypatch):
-    """Round their matrices to fp8 too."""
     monkeypatch.setattr(moments, "FP8_LEAST", SMALL)
 
 
@@ -125,7 +124,6 @@ def test_training_is_as_with_float32_moments(stage, dtype, kind):
 
 
 def in_float32(opt_state):
-    """Return the moments by name; the bare state's names, whatever its dtype."""
     leaves = named(jax.device_get(opt_state))
     found = {}
     for name, x in leaves.items():

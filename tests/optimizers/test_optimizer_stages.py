@@ -104,7 +104,6 @@ def elements(tree, device=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "params"), keep(CASES, [case for case in CASES if case[0] == "Muon"]), ids=IDS)
 def test_sharding_stays_and_the_result_is_stage_0s(name, params):
-    """With parameter groups where there is a decay."""
     steps = [make(name, params, stage, Stack(), len(batches()[0]["inputs"])) for stage in range(4)]
     start = jax.device_get(steps[0].init(jax.random.key(0)).params)
     end = jax.device_get(train(steps[0], start, batches())[1].params)
@@ -135,7 +134,7 @@ def newton_schulz(g):
     return x.T if g.shape[0] > g.shape[1] else x
 
 
-# ------------------------------------------------------------------------------------------- test_orthogonal
+# ------------------------------------------------------------------------------------------- Muon's matrices
 
 
 # Shapes and specs over data 2, expert 2, zero 2.

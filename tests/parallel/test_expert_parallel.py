@@ -125,7 +125,6 @@ def test_bytes_of_state(stage):
 
 @pytest.mark.slow
 def test_experts_that_both_axes_would_divide():
-    """4 experts are no multiple of 4 x 2."""
     batch = {name: np.zeros((8, 6), np.int32) for name in ("inputs", "labels")}
     found = divided_by_both(OwnModel, example=batch)
     assert {found.config.tensor_parallel.dimensions[f"^blocks/\\d+/{name}$"] for name in ("up", "down")} <= {1, 2, 3}
@@ -135,7 +134,6 @@ def test_experts_that_both_axes_would_divide():
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [None, "blocks"])
 def test_a_module_of_a_users_own(stack):
-    """Its table counts with and without a layer stack."""
     subject, losses = jzero.from_flax(OwnModel, own_loss, stack=stack), []
     for expert in (1, 2):
         step = tensor_models.make_step(subject, expert=expert)

@@ -33,7 +33,6 @@ def tensor(dimensions, name="nnx", degree=2, **more):
 
 
 def on_mesh(config, subject=None, **mesh):
-    """A step on a mesh that is passed in."""
     mesh = jzero.make_mesh(**{"zero": 1, **mesh}, devices=jax.devices()[:4])
     return jzero.make_train_step(subject or model("nnx"), SGD | config, mesh=mesh)
 

@@ -4,10 +4,10 @@ import jax
 import pytest
 from helpers import attention_kernels
 from helpers.cuda import needs_cuda_compiler
+from helpers.refusals import says
 from helpers.sampling import keep
 from helpers.tensor_models import assert_one_device, batches, make_step
 
-from jzero.errors import ConfigError
 from jzero.planner.traced_operations import BACKWARD, FORWARD, moves
 
 pytestmark = needs_cuda_compiler  # with which cuDNN comes, whose version JAX asks for
@@ -76,6 +76,4 @@ SHORT = {key: x[:, :6] for key, x in batches("ring")[0].items()}
 def test_a_choice_that_cannot_run(attention, batch, layout, parts):
     more = choice(attention) | {"bf16": {"enabled": "segments" in batch}}
     step = make_step("ring", more=more, **layout)
-    with pytest.raises(ConfigError) as error:
-        step.trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
-    assert [part for part in parts if part not in str(error.value)] == []
+    says(lambda: step.trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)), *parts)

@@ -21,7 +21,6 @@ from jzero.tree import named
 
 
 def parts(step):
-    """The part of each parameter that a device holds."""
     shardings = jax.tree.leaves(step.state_shardings.params)
     shapes = named(step.state_shapes.params).items()
     return {
@@ -40,8 +39,6 @@ def test_each_device_holds_its_part():
 
 
 class Odd:
-    """Parameters that the whole group does not divide, or nothing divides."""
-
     def init(self, rng):
         return {"six": jnp.ones((6, 3)), "three": jnp.ones(3)}
 
@@ -65,7 +62,7 @@ def test_deepspeeds_names():
         assert jzero.make_mesh({"train_batch_size": 8, "expert_parallel": section}).shape["expert"] == degree
 
 
-# ------------------------------------------------------------------------------------------- test_undivided
+# ------------------------------------------------------------------------------------------- what is not divided
 
 
 # The bytes of one device: tensor 2 halves a divided parameter, and zero 2 the masters and the gradients of each.
@@ -114,7 +111,7 @@ def test_what_is_left_of_a_table_is_divided_and_no_line_where_all_fits():
     assert lines_of(make_step("gpt2", tensor=2)) == {}
 
 
-# ------------------------------------------------------------------------------------------- test_regathered_inputs
+# ------------------------------------------------------------------------------------------- regather
 
 
 LAYERS, ROWS, LENGTH, WIDE = 4, 16, 128, 128

@@ -98,8 +98,6 @@ straight.defvjp(lambda x: (x, x), lambda x, g: (g * jax.scipy.special.gammainc(2
 
 
 class OwnBackward(Incomplete):
-    """Only the backward pass has no rule."""
-
     def loss(self, params, batch, rng):
         return straight(batch["x"] @ params["up"]).mean()
 
@@ -130,7 +128,6 @@ def test_keys_that_change_nothing_are_named():
 
 
 def report_of(step, batch):
-    """The sections that a trace shows, in one line."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     traced = SimpleNamespace(
         traced=step.trace(shapes), mesh=step.mesh, model=step.model, setup=step.setup, precision=step.precision

@@ -50,7 +50,6 @@ def operands(heads, kv_heads, form, length=LENGTH, kv_length=LENGTH, bias=None):
 
 
 def compare(f, plain, arrays, forms, degrees):
-    """Check the numbers; return the moves of attention, and which primitives ran on whole arrays."""
     results, gradients, group = on_shards(f, arrays, forms, degrees=degrees)
     expected = plain(*arrays), *jax.grad(lambda *xs: total(plain(*xs)), argnums=range(len(arrays)))(*arrays)
     for found, x in zip((results, *gradients), expected, strict=True):
@@ -104,7 +103,6 @@ def test_heads_before_sequence():
 
 
 def test_keys_of_another_length():
-    """Without a causal mask."""
     moves, whole = compare(attend(False), attend(False, "xla"), *operands(1, 1, FORMS["alone"], kv_length=2 * LENGTH))
     assert not whole
     assert {move.kind for move in moves} == {"collective-permute"}

@@ -222,7 +222,6 @@ class Sums(linen.Module):
 
 
 def continued(row, padding, new, ends, pad):
-    """A row of tokens, continued by the rule of `Sums`."""
     row = list(row)
     for left in reversed(range(new)):
         row.append(sum(row[padding:]) % 41 + 3)

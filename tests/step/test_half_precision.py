@@ -76,7 +76,6 @@ def test_float_images_do_not_widen_the_products(stage, pipe):
 
 
 def plain_gradient():
-    """Loss and gradients of plain Flax on one device."""
     graph, weights = nnx.split(ViT(nnx.Rngs(jax.random.key(0))), nnx.Param)
 
     def loss(weights):
@@ -120,8 +119,6 @@ class Net(nnx.Module):
 
 
 class Gated(Net):
-    """A layer in float32 shares the input."""
-
     def __init__(self, rngs):
         super().__init__(rngs)
         self.gate = nnx.Linear(8, 4, dtype=F32, rngs=rngs)
@@ -206,7 +203,6 @@ def net(loss=squares, **options):
     ],
 )
 def test_what_is_cast(model, more, expected):
-    """By tracing alone."""
     batch = (BATCH["x"], BATCH["y"]) if more is None else BATCH | more
     weights, state = jax.eval_shape(model.init, jax.random.key(0)), getattr(model, "state", ())
     weights = jax.tree_util.tree_map_with_path(

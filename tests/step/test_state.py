@@ -85,7 +85,6 @@ def by_hand(forward, params, step):
 
 
 def trained(step, forward, of=lambda params: params, params=None):
-    """Train with the losses of `forward` by hand; return the state, and the parameters by hand."""
     start, losses, state = run(step, BATCHES, params)
     expected, after = by_hand(forward, of(start), step)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -114,7 +113,6 @@ def linen_model(axis_name=None, train=True):
 
 
 def of_net(params):
-    """Name the parameters of either kind of module as `net` does."""
     params = jax.device_get(params)
     if "norm" in params:
         return params
@@ -240,8 +238,6 @@ def test_a_built_module_trains_though_it_was_evaluated(frozen):
 
 
 class Masking(nnx.BatchNorm):
-    """A subclass that makes the mask itself."""
-
     def __call__(self, x, mask):
         return super().__call__(x, mask=mask > 0)
 
@@ -322,7 +318,7 @@ def test_a_stack_with_state_trains_as_on_one_device(degrees, stage, more):
     assert_close(state.params, after, rtol=2e-4, atol=2e-6)
 
 
-# ------------------------------------------------------------------------------------------- test_state_parts
+# ------------------------------------------------------------------ layers, functions, refusals
 
 
 class Block(nnx.Module):
@@ -361,7 +357,6 @@ CHAINS = [({"zero": 2}, 3, {}), ({"pipe": 2, "data": 2, "zero": 1}, 0, {}), ({"p
 
 @pytest.mark.parametrize(("degrees", "stage", "more"), some(CHAINS, CHAINS[2:]))
 def test_layers_with_batch_norm_train_as_on_one_device(degrees, stage, more):
-    """Layers that are not equal; a stack of equal ones is compared in test_state.py."""
     model = jzero.PipelineModule(ODD, loss_fn=cross_entropy, example_batch=PAIR)
     step = jzero.make_train_step(model, config(stage, **more), mesh=mesh(**degrees))
     start, losses, state = run(step, [(batch["x"], batch["y"]) for batch in BATCHES])
@@ -373,8 +368,6 @@ def test_layers_with_batch_norm_train_as_on_one_device(degrees, stage, more):
 
 
 class Flat:
-    """A linear model without Flax, with state of the test's choice."""
-
     def __init__(self, start, new, count=None, names=None):
         self.start, self.new, self.count = start, new, count
         self.state = names or tuple(start)

@@ -206,8 +206,6 @@ LAST_NORMS = ("model.norm.weight", "ln_f.weight", "final_layer_norm.weight")  # 
 
 
 class Pair:
-    """A family's model here and there, with the same weights."""
-
     def __init__(self, name: str):
         self.name, self.case, self.theirs = name, CASES[name], torch_model(name)
         self._temporary = tempfile.TemporaryDirectory()
@@ -263,7 +261,6 @@ class Pair:
         return max(abs(float(metrics["loss"]) / loss.item() - 1), *jax.tree.leaves(errors))
 
     def export(self) -> float:
-        """The logits of transformers' model of our files."""
         auto = transformers.AutoModelForCausalLM if "CausalLM" in self.case.architecture else type(self.theirs)
         back = auto.from_pretrained(self.exported, attn_implementation="eager")
         assert type(back) is type(self.theirs)

@@ -38,7 +38,6 @@ def theirs(blob):
 
 
 def ours(path, blob):
-    """The same by jzero, or the error's text."""
     path.write_bytes(blob)
     try:
         file = File.open(path)
@@ -66,7 +65,6 @@ def agree(path, blob):
 
 
 def of_a(data=DATA[:8], **changes):
-    """A file whose only tensor is wrong."""
     return packed({"a": F32 | changes}, data)
 
 

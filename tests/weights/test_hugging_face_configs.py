@@ -159,7 +159,6 @@ DEEPSEEK = {**TINY, "model_type": "deepseek_v3", "n_routed_experts": 12, "num_ex
 
 
 def test_a_gpt2_without_positions_in_its_config():
-    """It has those of transformers' default, and not none."""
     there = {key: x for key, x in GPT2.items() if key != "n_positions"}
     default = hf.GPT2Config().n_positions
     for keys in ({}, {"n_positions": None}):

@@ -74,7 +74,7 @@ def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
     assert float(metrics["loss"]) == pytest.approx(reference("decoder").losses[0], rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- test_naive_zero
+# ------------------------------------------------------------------------------------------- the table in plain JAX
 
 
 MICRO, ACCUM, DEVICES = 2, 3, 4
@@ -87,7 +87,6 @@ def loss(w, x):
 
 
 def on_devices(mesh, layout, gradient):
-    """Run gradient(master, micro-batches) on every device, with the specs of a step."""
     specs = (layout.spec, P("zero"))
     run = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=layout.spec, check_vma=False)
     return np.asarray(jax.jit(run)(W, X))

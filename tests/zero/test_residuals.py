@@ -107,7 +107,6 @@ def test_what_attention_reads_is_kept_as_it_is(length):
 
 
 def lean(block, policy=None):
-    """The layer f(w, x, key), which keeps what it must."""
     config = policy and ActivationCheckpointing(policy=policy)
     layer = leanly(lambda pair: pair[0], block, Remat(config, 0, False), unrolled=True, layer=True)
     return lambda w, x: layer((w, ()), x, None)[0]
