@@ -1,17 +1,12 @@
 """The compiled H100 program moves over `tensor`, `context` and `expert` what the papers say, and nothing else.
 
 - `tensor`: for each layer 2 all-gathers and 2 reduce-scatters of an activation forward, and as many backward
-  (Korthikanti et al., arXiv:2205.05198, figure 5); for the embedding one reduce-scatter forward and one all-gather
-  backward, for the head the reverse. Once a step the gradients of norms and of biases of row-divided products are
-  all-reduced. Per token the loss needs the maximum of its logits, the sum of their exponentials and the label's logit;
-  no device gets all logits.
+  (Korthikanti et al., arXiv:2205.05198, figure 5); a gather and a scatter for each end; no device gets all logits.
 - `context`: for each layer all-to-alls of queries, keys, values and the output, forward and backward (Jacobs et al.,
   arXiv:2309.14509, section 3). Where the heads do not suffice, keys, values and their gradients go around a ring.
-- `expert`: two all-to-alls a layer forward, and two backward: tokens go to their experts and come back (Lepikhin et
-  al., arXiv:2006.16668, section 3). Experts are never gathered or all-reduced.
+- `expert`: two all-to-alls a layer forward, and two backward (Lepikhin et al., arXiv:2006.16668, section 3).
 
-ZeRO gathers and scatters over (`zero`, `context`) in one collective. Besides there are numbers: of the loss, of the
-norm, counts.
+ZeRO gathers and scatters over (`zero`, `context`) in one collective.
 """
 
 from collections import Counter

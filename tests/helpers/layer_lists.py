@@ -6,8 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+from helpers.plain_flax import cross_entropy
 
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from jzero.tree import named
@@ -28,10 +28,6 @@ def pipeline(*layers, **options):
 
 def shapes(params):
     return {name: x.shape for name, x in named(params).items()}
-
-
-def linear(params, x):
-    return x @ params["kernel"] + params["bias"]
 
 
 def close(a, b):
@@ -75,16 +71,12 @@ def finish(x):
     return x["h"] + x["more"][1] + (x["ids"] == np.uint32(2**32 - 1))[:, None] + (x["more"][0] == 2**31 - 1)[:, None]
 
 
-def mean_cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 @lru_cache
 def layers(kind):
     """Tied ends around four layers alike, with dropout, or five; or layers not alike, with integers and masks."""
     if kind != "different":
         alike = [LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
-        return pipeline(EMBED, *alike, HEAD, loss_fn=mean_cross_entropy)
+        return pipeline(EMBED, *alike, HEAD, loss_fn=cross_entropy)
     return pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
 
 

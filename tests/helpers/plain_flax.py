@@ -1,13 +1,9 @@
-"""SGD on a Flax module: by jzero at ZeRO stage 3 on four devices, and by plain Flax and optax on one."""
+"""Small Flax modules and their losses, and plain Flax on one device."""
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from helpers.oracle import plain_loop
-from helpers.steps import mesh, run, settings
-
-import jzero
 
 WIDTH, ROWS, LR = 8, 16, 0.1
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -24,25 +20,34 @@ class Normed(nnx.Module):
         return self.last(nnx.relu(self.norm(self.first(x))))
 
 
+def dense(params, x):
+    return x @ params["kernel"] + params["bias"]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
 def mean_square(module, batch):
     return (module(batch) ** 2).mean()
 
 
-def train(model, steps=3):
-    """The losses of `steps` steps of SGD on four devices at ZeRO stage 3, and the parameters at the start."""
-    start, losses, _ = run(jzero.make_train_step(model, settings(ROWS, 3, lr=LR), mesh=mesh()), [X] * steps)
-    return losses, start
+def train_module(module, loss, batches):
+    """The losses of plain Flax, which moves a module's state too; the module changes."""
+    gradient_of, losses = nnx.jit(nnx.value_and_grad(loss)), []
+    for batch in batches:
+        value, gradient = gradient_of(module, batch)
+        nnx.update(module, jax.tree.map(lambda w, g: w - LR * g, nnx.state(module, nnx.Param), gradient))
+        losses.append(float(value))
+    return losses
 
 
-def plain(loss, params, steps=3):
-    return plain_loop(lambda params, _: loss(params), params, [X] * steps, optax.sgd(LR)).losses
+def nnx_loss(build, loss):
+    """The loss of a module by Flax alone, as a function of a dict of its parameters."""
 
-
-def plain_nnx(build, params, steps=3):
-    graph, state, rest = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params):
+    def of(params, batch, extra):
+        graph, state, rest = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
         nnx.replace_by_pure_dict(state, params)
-        return mean_square(nnx.merge(graph, state, rest), X)
+        return loss(nnx.merge(graph, state, rest), batch)
 
-    return plain(loss, params, steps)
+    return of

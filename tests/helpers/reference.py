@@ -1,8 +1,4 @@
-"""Models, the plain single-device optax loop they are trained with, and the layouts compared with it.
-
-The oracle is `reference`: value_and_grad of the model's own loss, clipping by global norm, optax.adamw, one device, no
-jzero. Every layout trains on the same global batches, so one run of it per model serves them all.
-"""
+"""Models, the plain single-device optax loop, and the layouts compared with it on the same global batches."""
 
 from functools import lru_cache
 from itertools import product

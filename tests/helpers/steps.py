@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+from helpers.oracle import plain_loop
 
 import jzero
 from jzero.tree import named
@@ -39,6 +40,19 @@ def run(step, batches, params=None, extras=None):
         state, metrics = step(state, batch, *(() if extras is None else (extras[i],)))
         losses.append(float(metrics["loss"]))
     return start, losses, state
+
+
+def compare(step, batches, loss, tx, params=None, extras=None, join=lambda params: params, rtol=1e-5, close=1e-4):
+    """Train, and compare with optax on one device; return (parameters at the start, state).
+
+    `loss(params, batch, extra)` is plain JAX, of the parameters as `join` gives them.
+    """
+    start, losses, state = run(step, batches, params, extras)
+    both = list(zip(batches, extras or [None] * len(batches), strict=True))
+    plain = plain_loop(lambda params, both: loss(params, *both), join(start), both, tx)
+    np.testing.assert_allclose(losses, plain.losses, rtol=rtol)
+    assert_close(join(jax.device_get(state.params)), plain.params, rtol=close)
+    return start, state
 
 
 def assert_close(params, expected, rtol=1e-4, atol=1e-6):

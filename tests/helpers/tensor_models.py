@@ -1,8 +1,4 @@
-"""Unmodified models for tensor and context parallelism, and the comparison of a layout with the plain loop.
-
-The oracle is `helpers.oracle` with the model's own loss. SGD's parameters are linear in the gradients, so that an error
-in one shows at its own size.
-"""
+"""Unmodified models, and layouts of them beside the plain loop; SGD's parameters show an error in a gradient."""
 
 import dataclasses
 from functools import lru_cache
@@ -60,6 +56,17 @@ class GPT(nnx.Module):
 
     def suffix(self, x, batch):
         return mean_over_labels(self.head(self.norm(x)).astype(jnp.float32), batch["labels"])
+
+
+class Dropping(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return x + self.drop(self.down(self.drop(nnx.gelu(self.up(x)))))
 
 
 class LinenBlock(linen.Module):
@@ -127,6 +134,7 @@ DIMENSIONS = {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
     },
+    "dropping": {"up/kernel": 1, "up/bias": 0, "down/kernel": 0, "embedding": 0},
     "layers": {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embedding": 0,
@@ -145,6 +153,8 @@ def model(name):
         return jzero.from_flax(GPT)
     if name == "layers":
         return list_of_layers()
+    if name == "dropping":
+        return jzero.from_flax(Dropping, lambda net, batch: (net(batch["inputs"]) ** 2).mean())
     if name in ZOO:
         cls, config = ZOO[name]
         return jzero.from_flax(lambda rngs: cls(config, rngs=rngs))

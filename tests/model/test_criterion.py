@@ -4,11 +4,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from helpers.engines import assert_same
-from helpers.plain_flax import Normed
+from helpers.plain_flax import Normed, train_module
+from helpers.plain_flax import cross_entropy as criterion
 from helpers.refusals import refuses
 from helpers.steps import settings
 
@@ -47,10 +47,6 @@ class Stacked(nnx.Module):
         return self.last(x)
 
 
-def criterion(outputs, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
-
-
 def with_accuracy(outputs, labels):
     return criterion(outputs, labels), {"accuracy": (outputs.argmax(-1) == labels).mean()}
 
@@ -84,18 +80,9 @@ def run(engine, micro_batches, read=lambda outputs, labels: None):
 
 
 def plain(model, steps, call):
-    module = model(nnx.Rngs(KEY))
-    optimizer, losses = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), []
-
-    @nnx.jit
-    def update(module, optimizer, x, labels):
-        loss, gradient = nnx.value_and_grad(lambda module: criterion(call(module, x), labels))(module)
-        optimizer.update(module, gradient)
-        return loss
-
-    for micro_batches in steps:
-        losses.append(float(update(module, optimizer, *map(np.concatenate, zip(*micro_batches, strict=True)))))
-    return losses, module
+    """The losses of plain Flax on global batches, and its module."""
+    module, batches = model(nnx.Rngs(KEY)), [[*map(np.concatenate, zip(*parts, strict=True))] for parts in steps]
+    return train_module(module, lambda module, batch: criterion(call(module, batch[0]), batch[1]), batches), module
 
 
 @pytest.mark.slow

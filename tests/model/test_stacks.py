@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.plain_flax import mean_square
+from helpers.plain_flax import mean_square, nnx_loss
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import (
@@ -26,9 +26,8 @@ from helpers.stack_models import (
     causal_mask,
     cross_entropy,
     loss_fn,
-    plain_nnx,
 )
-from helpers.steps import assert_close, mesh, run, settings
+from helpers.steps import assert_close, compare, mesh, settings
 
 import jzero
 
@@ -43,12 +42,10 @@ TRAINED = [(SmallGPT, 0, {}), (GPT, 3, {}), (ScannedGPT, 1, PIPE)]
 )
 def test_a_stack_trains_as_on_one_device(module, stage, more):
     start = jzero.from_flax(module, loss_fn).init(KEY)
-    losses, params = plain_nnx(module, start, optax.sgd(0.5))
     model = jzero.from_flax(module, loss_fn, stack="blocks")
     step = jzero.make_train_step(model, settings(ROWS, stage, 2, 0.5, **more))
-    _, found, state = run(step, BATCHES, start)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    assert_close(step.model.places.join(jax.device_get(state.params)), params)
+    plain = nnx_loss(module, loss_fn)
+    _, state = compare(step, BATCHES, plain, optax.sgd(0.5), start, join=model.places.join)
     assert step.predict(state, BATCHES[0]["x"]).shape == (*BATCHES[0]["x"].shape, VOCAB)
 
 

@@ -1,8 +1,4 @@
-"""DeepSpeed's schedules against a port of its scheduler objects in plain Python, called step by step.
-
-Source of the port: deepspeed/runtime/lr_schedules.py of deepspeed 0.19.8 (`LRRangeTest` at line 313, `OneCycle` at 414,
-`WarmupLR` at 703, `WarmupDecayLR` at 791, `WarmupCosineLR` at 842).
-"""
+"""DeepSpeed's schedules against a port of deepspeed 0.19.8's runtime/lr_schedules.py in Python, step by step."""
 
 import math
 

@@ -1,8 +1,4 @@
-"""Every optimizer at every stage on eight devices: its state lies as the table says, its result is stage 0's.
-
-What could differ: an optimizer that looks at a whole parameter (Lamb, Muon, Adafactor, ...) must not take a shard, or
-the whole layer stack, for one.
-"""
+"""Every optimizer at every stage: its state lies as the table says, its result is stage 0's; Muon's matrices."""
 
 import re
 from collections import Counter

@@ -1,7 +1,4 @@
-"""What each device holds under `tensor`, `context` and ZeRO; evaluation; DeepSpeed's names.
-
-Layouts: `test_one_device`.
-"""
+"""What each device holds under `tensor`, `context` and ZeRO, what is not divided, `regather`, DeepSpeed's names."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""PipelineModule: which layers are the stack, NNX and Linen layers, shared parameters, errors."""
+"""PipelineModule: which layers are the stack, Flax's two kinds, shared parameters, switched and cut layers, errors."""
 
 from itertools import combinations, pairwise
 
@@ -19,12 +19,12 @@ from helpers.layer_lists import (
     Y,
     close,
     finish,
-    linear,
     mean_square,
     pipeline,
     shapes,
     start,
 )
+from helpers.plain_flax import dense
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from hypothesis import given
@@ -48,10 +48,10 @@ def test_prefix_stack_suffix():
     }  # fmt: skip
     first, second, _ = params["stack"]["kernel"]
     assert (first != second).any()
-    x = linear(params["ends"]["layers"]["0"], X)
+    x = dense(params["ends"]["layers"]["0"], X)
     for i in range(3):
-        x = linear(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x)
-    outputs = linear(params["ends"]["layers"]["5"], jnp.tanh(x))
+        x = dense(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x)
+    outputs = dense(params["ends"]["layers"]["5"], jnp.tanh(x))
     close(model.module(params)(X), outputs)
     close(model.loss(params, (X, Y), None), mean_square(outputs, Y))
     close(jax.jit(model.loss)(params, [X, Y], KEY), mean_square(outputs, Y))
@@ -143,7 +143,7 @@ def test_linen():
         "layers/2/kernel": (8, 2),
     }  # fmt: skip
     layers = params["layers"]
-    close(model.module(params)(X), linear(layers["2"], linear(layers["0"]["Dense_0"], X)))
+    close(model.module(params)(X), dense(layers["2"], dense(layers["0"]["Dense_0"], X)))
     zeros = [(np.asarray(model.apply(params, 1, 2, np.ones((64, 8)), key)) == 0).mean() for key in (None, KEY)]
     assert zeros[0] == 0
     assert 0.4 < zeros[1] < 0.6
@@ -191,7 +191,7 @@ def test_tied(middle):
         x = first[TOKENS]
         layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(2)] if model.stack else None
         for layer in layers or [params["layers"]["1"], params["layers"]["2"]]:
-            x = linear(layer, x)
+            x = dense(layer, x)
         return (x @ last.T * labels).sum()
 
     loss, gradients = jax.jit(jax.value_and_grad(model.loss))(params, (TOKENS, labels), None)

@@ -1,4 +1,4 @@
-"""The table found by trying moves no more than one written by hand, and is Megatron's where that is best."""
+"""The table found by trying moves no more than one by hand; no primitive of the models runs on whole arrays."""
 
 import dataclasses
 import re
@@ -183,15 +183,6 @@ def of_step(name):
     return moves(step.trace(shapes), step.mesh)
 
 
-class Dropping(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
-        self.drop = nnx.Dropout(0.3, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.drop(self.down(self.drop(nnx.gelu(self.up(x)))))
-
-
 class UNet(nnx.Module):
     """Down, middle with attention, up; with group and batch norms, pools, and the time of the noise."""
 
@@ -236,11 +227,6 @@ def mixture():
 
 OWN = {  # name: (model, batch, table)
     "mixture": (mixture, batches("mixture")[0], {}),
-    "dropout": (
-        lambda: jzero.from_flax(Dropping, lambda module, batch: (module(batch["x"]) ** 2).mean()),
-        {"x": FLOAT((BATCH, SEQUENCE, 32))},
-        {"up/kernel": 1, "up/bias": 0, "down/kernel": 0},
-    ),
     "unet": (
         lambda: jzero.from_flax(UNet, denoising),
         {"images": FLOAT((BATCH, 16, 16, 4)), "noise": FLOAT((BATCH, 16, 16, 4)), "t": FLOAT((BATCH,))},
@@ -252,10 +238,10 @@ OWN = {  # name: (model, batch, table)
     ),
     "odd": (lambda: model("bert"), {key: x[:, 1:] for key, x in batches("bert")[0].items()}, DIMENSIONS["bert"]),
 }  # fmt: skip
-IN_A_STEP = ["llama, packed", "mixture", "bert", "nnx", "linen", "dropout", "layers", "unet"]
+IN_A_STEP = ["llama, packed", "mixture", "bert", "nnx", "linen", "dropping", "layers", "unet"]
 
 
-@pytest.mark.parametrize("name", keep(IN_A_STEP, ["llama, packed", "mixture", "dropout", "layers", "unet"]))
+@pytest.mark.parametrize("name", keep(IN_A_STEP, ["llama, packed", "mixture", "dropping", "layers", "unet"]))
 def test_a_train_step(name):
     assert of_step(name).whole == ()
 

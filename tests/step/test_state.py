@@ -5,10 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
-from helpers.plain_flax import Normed
+from helpers.plain_flax import Normed, cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import assert_close, mesh, run, settings, started
@@ -28,18 +27,10 @@ PAIR = BATCHES[0]["x"], BATCHES[0]["y"]
 config = partial(settings, ROWS, accum=ACCUM, lr=LR)
 
 
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 def micro_batches(step, batch):
     """Cut a batch as the step does: every replica's first rows, then every replica's second rows."""
     rows = np.arange(ROWS).reshape(step.replicas, ACCUM, -1).swapaxes(0, 1).reshape(ACCUM, -1)
     return [jax.tree.map(lambda x, i=i: x[i], batch) for i in rows]
-
-
-def dense(p, x):
-    return x @ p["kernel"] + p["bias"]
 
 
 def stored_norm(p, x):
