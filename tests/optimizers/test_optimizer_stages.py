@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import on_gpu
-from helpers.optimizers import CASES, IDS
+from helpers.optimizers import CASES, IDS, owned
 from helpers.oracle import stacked_loss, train
 from helpers.programs import pairs
 from helpers.sampling import keep, some
@@ -81,17 +81,6 @@ def assert_same_training(ours, theirs, start):
     jax.tree_util.tree_map_with_path(check, ours, theirs, start)
 
 
-def owned(tree, params):
-    """The leaves of an optimizer state that belong to a parameter and have its shape, with the parameter."""
-    keys = lambda path: tuple(map(str, path))  # noqa: E731
-    known = {keys(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        for start in range(len(path)):
-            param = known.get(keys(path)[start:])
-            if param is not None and param.shape == x.shape:
-                yield x, param
-
-
 def elements(tree, device=False):
     """Count those of a tree, or of its parts on the first device."""
     return sum((x.addressable_shards[0].data if device else x).size for x in jax.tree.leaves(tree))
@@ -107,7 +96,7 @@ def test_sharding_stays_and_the_result_is_stage_0s(name, params):
         state = step.init(jax.random.key(0), start)
         before = jax.tree.map(lambda x: x.sharding, state)
         assert elements(state.params, device=True) == elements(state.params) // DEVICES
-        mine = list(owned(state.opt_state, state.params))
+        mine = [(x, param) for x, param in owned(state.opt_state, state.params).values() if x.shape == param.shape]
         assert all(x.sharding == param.sharding for x, param in mine)
         divided = sum(x.size for x, _ in mine)
         replicated = elements(state.opt_state) - divided

@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from helpers.engines import assert_same, build, rows
-from helpers.optimizers import STEPS, assert_close, config, few, kinds, make, schedule, train, tree, unstack
+from helpers.optimizers import STEPS, assert_close, config, few, kinds, make, owned, schedule, train, tree, unstack
 from helpers.oracle import plain_loop
 from helpers.oracle import train as train_step
 from helpers.refusals import refuses, says
@@ -32,18 +32,6 @@ def test_a_stack_is_trained_as_its_layers_would_be(name, params):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(stacked))
 
 
-def owners(state, params):
-    """{state leaf's path: (state leaf, parameter)} for the state leaves that belong to a parameter."""
-    known = {tuple(map(str, path)): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    found = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        keys = tuple(map(str, path))
-        for suffix, param in known.items():
-            if keys[-len(suffix) :] == suffix:
-                found[keys] = (x, param)
-    return found
-
-
 COPIES = {".init_params", ".params0", ".init_particles", ".x0", ".nu_max"}  # of parameters, and a running maximum
 
 
@@ -52,7 +40,7 @@ def test_the_state_of_a_parameter(name, params):
     """Its path ends with the parameter's; it is bfloat16 where that is asked for, but for copies of the parameter."""
     tx, p = make(name, params, state_dtype=jnp.bfloat16), tree(0, jnp.bfloat16)
     state = tx.init(p)
-    found = owners(state, p)
+    found = owned(state, p)
     if name != "sm3":  # whose accumulators, one vector for each axis, have paths that go on below the parameter's
         others = sum(x.size for x in jax.tree.leaves(state)) - sum(x.size for x, _ in found.values())
         assert others <= 64  # what belongs to no parameter are counters and constants

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.layer_lists import batch_of_layers, layers
 from helpers.offload import scans
 from helpers.pipelines import (
     BOUND,
@@ -34,6 +33,7 @@ from helpers.reference import ADAMW, assert_bitwise, place
 from helpers.refusals import refused
 from helpers.sampling import keep, some
 from jax import lax
+from test_pipeline_module import batch_of_layers, layers
 
 import jzero
 from jzero.pipeline.carry import DEVICE_SPACE, HOST_SPACE
