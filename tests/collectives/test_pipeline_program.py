@@ -153,8 +153,6 @@ def test_collectives_are_the_tables(case, loop):
         assert activations or row.loops == ()  # the layers go to their places and back once a step
 
 
-# ------------------------------------------------------------------------------------------------------- memory
-
 LLAMA = LlamaConfig(8, 256, 4, 2, 512, vocab_size=256, attention="xla")  # small next to its activations
 TOKENS = 1024
 

@@ -188,9 +188,6 @@ def test_frozen_weights_have_current_scales():
     assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text
 
 
-# ---------------------------------------------------------------- checkpoints
-
-
 class Half(SmallGPT):
     def __init__(self, rngs, rate=0.0):
         super().__init__(rngs, rate)

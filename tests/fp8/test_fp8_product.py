@@ -181,9 +181,6 @@ def test_gradients_are_summed_exactly():
     assert found == [fast, exact, exact]  # y, then the two gradients
 
 
-# ---------------------------------------------------------------- casts
-
-
 def both(a, b, g):
     return [a * g, b + g]
 

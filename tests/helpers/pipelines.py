@@ -26,9 +26,6 @@ LR, BOUND = 1e4, 1e-6
 ROWS = 2  # of a micro-batch
 
 
-# ------------------------------------------------------------------------------------------------------- models
-
-
 class Decoder(reference.Decoder):
     """Ends that are vocabulary-parallel, and layers with nothing to them; the loss is (sum, count)."""
 
@@ -109,9 +106,6 @@ def model(kind, layers, **options):
         config = LlamaConfig(layers, WIDTH, 2, 1, 24, vocab_size=VOCAB, **options)
         return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
     return kind(layers, **options)
-
-
-# -------------------------------------------------------------------------------------------------------- steps
 
 
 class Case(NamedTuple):

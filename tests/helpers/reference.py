@@ -22,9 +22,6 @@ CLIP = {"untied": 0.71, "tied": 0.71, "decoder": 0.53, "mlp": 0.85}  # among the
 ADAMW = {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": DECAY}}
 
 
-# ------------------------------------------------------------------------------------------------------- models
-
-
 class Decoder:
     """A layer stack without attention, in plain JAX; JAX's attention on CPUs has no float16."""
 
@@ -78,9 +75,6 @@ def batches(name):
     return [{"inputs": x[:, :-1], "labels": y} for x, y in zip(tokens, labels, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------------- the oracle
-
-
 @lru_cache
 def initial(name):
     return jax.device_get(jax.jit(model(name).init)(jax.random.key(0)))
@@ -92,9 +86,6 @@ def reference(name):
     run = plain_loop(mean_of(model(name)), initial(name), batches(name), tx)
     assert min(run.norms) < CLIP[name] < max(run.norms), (name, run.norms)
     return run
-
-
-# ------------------------------------------------------------------------------------------------------- layouts
 
 
 class Layout(NamedTuple):

@@ -170,9 +170,6 @@ def test_linen_and_outputs_of_any_form():
     np.testing.assert_allclose(loss.item(), criterion(x @ jnp.asarray(kernel), labels), rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- mistakes
-
-
 def test_calls_that_do_not_fit():
     engine = build(Net)
     (x, labels), (other, _) = data(engine)[0]

@@ -20,9 +20,6 @@ import jzero
 ONES = np.ones((512, WIDTH), np.float32)
 
 
-# ------------------------------------------------------------------------------------------- a module and its loss
-
-
 class Late(nnx.Module):
     """`rngs` not first, and not keyword-only."""
 
@@ -77,9 +74,6 @@ def test_losses_that_do_not_fit():
     refuses(lambda: jzero.from_flax(Late, loss), r"loss_fn requires temperature.*functools\.partial")
 
 
-# ------------------------------------------------------------------------------------------- random state
-
-
 class Masked(nnx.Module):
     """A layer that draws: what dropout leaves of x, and a bias so that there is something to train."""
 
@@ -117,9 +111,6 @@ def test_layers_stacked_by_vmap_draw_each_their_own_mask(module, loss):
     assert (model.module(params)(ONES) != 0).all()
 
 
-# ------------------------------------------------------------------------------------------- fixed modes and boxes
-
-
 class Fixed(nnx.Module):
     """Dropout that the constructor switched off, dropout of attention whose mode is open, dropout that is on."""
 
@@ -151,9 +142,6 @@ def test_nnx_with_partitioning():
     model = jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square)
     step = jzero.make_train_step(model, settings(ROWS, 3))
     compare(step, [X] * 3, lambda p, x, _: (dense(p, x) ** 2).mean(), optax.sgd(LR), rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------- constants
 
 
 class Table(nnx.Module):

@@ -49,9 +49,6 @@ def test_a_stack_trains_as_on_one_device(module, stage, more):
     assert step.predict(state, BATCHES[0]["x"]).shape == (*BATCHES[0]["x"].shape, VOCAB)
 
 
-# ---------------------------------------------------------------- what crosses the cut
-
-
 class Tied(SmallGPT):
     """A mask that depends on the batch, a skip connection around the stack, the embedding as head."""
 
@@ -176,9 +173,6 @@ def test_every_layer_draws_its_own_mask_and_the_ends_draw_once():
         assert ends["lost"] == 0  # the loss sees the x that the layers got
 
 
-# ------------------------------------------------------------------ fused matrices
-
-
 class FusedLayer(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(8, 16, rngs=rngs)
@@ -217,9 +211,6 @@ def test_fused_matrices_are_those_of_the_module():
     words = r"has None for layers/1/up/kernel and \(1, \(8, 8\)\) for layers/0/up"
     refuses(lambda: muon_step("layers", **{"layers/0/up/kernel": (1, (8, 8))}), words)
     refuses(lambda: muon_step("layers", **{"layers/0/down": (1, (8, 8))}), "no such parameter")
-
-
-# ------------------------------------------------------------------------------------------- mistakes, patterns
 
 
 class Paired(Small):

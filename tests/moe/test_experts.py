@@ -142,9 +142,6 @@ def test_layers_before_the_stack_are_checkpointed_as_the_others():
     assert {part for part in ("prefix", "stack") for scope in again if part in scope} == {"prefix", "stack"}
 
 
-# ------------------------------------------------------------------------------------------- routing
-
-
 def logits(rows=3, tokens=12, experts=6, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, tokens, experts)), jnp.float32)
 

@@ -130,9 +130,6 @@ def test_the_report_lists_the_leaves():
     assert section(jzero.report(make(3, groups=[], word=None)), "Parameter groups") == []
 
 
-# ------------------------------------------------------------------------------------------- names and problems
-
-
 def groups_of(names, *groups, word=None, frozen=()):
     section = SimpleNamespace(type="AdamW", params={}, groups=groups, no_weight_decay=word)
     return make_groups(section, names, frozen)

@@ -188,9 +188,6 @@ def test_what_is_refused():
     refuses(lambda: make_step(1, "fp32", bf16=UNUSED), twice)
 
 
-# ------------------------------------------------------------------------------------------- how they are rounded
-
-
 KEY, MANY = jax.random.key(3), 4096
 GRID = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)
 GRID = GRID[np.isfinite(GRID)]

@@ -59,9 +59,6 @@ def test_deepspeeds_names():
         assert jzero.make_mesh({"train_batch_size": 8, "expert_parallel": section}).shape["expert"] == degree
 
 
-# ------------------------------------------------------------------------------------------- what is not divided
-
-
 # The bytes of one device: tensor 2 halves a divided parameter, and zero 2 the masters and the gradients of each.
 EMBED = 67 * WIDTH * 4 / 2 * 2 / 2
 QKV = 2 * WIDTH * (4 + 2) * (WIDTH // 4) * 4 / 2 * 2 / 2
@@ -106,9 +103,6 @@ def test_what_is_left_of_a_table_is_divided_and_no_line_where_all_fits():
     held = {leaf.name: leaf.axes_by_dim for leaf in jax.tree.leaves(make_step("odd", tensor=2).layouts)}
     assert (held["ends/embed"], held["stack/mlp/down/kernel"]) == (((), ()), (("tensor",), ()))
     assert lines_of(make_step("gpt2", tensor=2)) == {}
-
-
-# ------------------------------------------------------------------------------------------- regather
 
 
 LAYERS, ROWS, LENGTH, WIDE = 4, 16, 128, 128

@@ -174,9 +174,6 @@ def test_renamed_prefixes(classifier):
     assert same(wrapped.step_fn.init(wrapped._rng, params).params, expected)
 
 
-# ------------------------------------------------------------------------------------------- mistakes
-
-
 WRONG = [
     ({}, "missing fc1.base_module.kernel (16, 32)"),
     ({"rename": {"base_module/": ""}}, "missing fc1.lora_a (16, 2)"),

@@ -139,9 +139,6 @@ def test_a_download_that_has_gone(download, tmp_path, capsys):
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 77.0
 
 
-# ------------------------------------------------------------------------------------------- mistakes
-
-
 def test_what_is_no_checkpoint(tmp_path, saved, capsys):
     """Only the parameters are read, wherever they are in the data file, and the manifest."""
     path, out = saved[0], tmp_path / "out"

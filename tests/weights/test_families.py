@@ -409,8 +409,6 @@ def test_the_bias_of_trained_experts_stays(tmp_path):
     assert config_from_hf(tmp_path).mixture.bias_rate == 0.0
 
 
-# ------------------------------------------------------------------------------------------- mistakes
-
 COUNTS = (
     ({"model_type": "gpt2", **GPT2}, {"n_positions": "16", "n_head": True}),
     (TINY, {"num_key_value_heads": 0}),

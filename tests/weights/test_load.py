@@ -121,9 +121,6 @@ def test_init_copies_the_params_unless_they_are_given_up():
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
 
 
-# ------------------------------------------------------------------------------------------- mistakes
-
-
 def rewrite(directory, change):
     found = {}
     for file in sorted(directory.glob("*.safetensors")):

@@ -74,9 +74,6 @@ def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
     assert float(metrics["loss"]) == pytest.approx(reference("decoder").losses[0], rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- the table in plain JAX
-
-
 MICRO, ACCUM, DEVICES = 2, 3, 4
 W = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(DEVICES * ACCUM, MICRO, 8)).astype(np.float32)
