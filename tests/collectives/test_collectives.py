@@ -144,7 +144,6 @@ def expected(case, params):
 
 
 def found(case, program):
-
     def key(row):
         in_micro_batch = case.accum > 1 and row.loops[:1] == (case.accum,)
         assert in_micro_batch or case.accum == 1 or not row.loops, f"in a loop that is not the micro-batches': {row}"

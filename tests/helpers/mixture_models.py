@@ -46,7 +46,6 @@ def config_of(layout, factor):
 
 @lru_cache
 def reference(config):
-
     def mean(params, batch):
         loss, _ = model(config).loss(params, batch, None)
         return loss.sum / loss.count

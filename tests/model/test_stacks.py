@@ -220,7 +220,6 @@ class Paired(Small):
 
 
 def changed(make):
-
     class Changed(SmallGPT):
         def __init__(self, rngs):
             super().__init__(rngs)

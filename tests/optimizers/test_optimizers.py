@@ -197,7 +197,6 @@ def train_net(tx):
 
 
 def train_layers(tx):
-
     def loss(params, batch):
         x = batch["x"] @ params["ends"]["first"]
         for layer in params["layers"]:

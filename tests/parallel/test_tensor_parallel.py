@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers.programs import pairs
 from helpers.sampling import some
-from helpers.tensor_models import BATCH, PACKED, WIDTH, Llama, assert_one_device, make_step
+from helpers.tensor_models import BATCH, PACKED, WIDTH, Llama, assert_one_device, batches, initial, make_step
 
 import jzero
 from jzero.display.text_table import size_text
@@ -46,6 +46,16 @@ class Odd:
 def test_what_the_whole_group_does_not_divide_zero_alone_partitions():
     odd = make_step(Odd(), context=4, zero=2, stage=3).state_specs.params
     assert [tuple(spec) for spec in odd.values()] == [("zero",), ()]
+
+
+@pytest.mark.slow
+def test_a_sequence_that_context_does_not_divide():
+    """Every device computes whole sequences then: slow, and right."""
+    batch = {key: x[:, :-1] for key, x in batches()[0].items()}
+    steps = make_step("nnx", context=4, zero=2, stage=3), make_step("nnx")
+    found, expected = (s(s.init(jax.random.key(0), initial("nnx")), batch)[1] for s in steps)
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-6)
 
 
 def test_deepspeeds_names():

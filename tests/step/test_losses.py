@@ -81,7 +81,6 @@ def test_an_integer_leaf_is_carried_along():
 
 
 def test_parameters_that_are_one_array():
-
     class Bare:
         def init(self, rng):
             return jax.random.normal(rng, (WIDTH, WIDTH))

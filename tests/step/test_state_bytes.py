@@ -113,6 +113,14 @@ def test_bytes_of_each_parameter(stage, axis):
     assert not found
 
 
+def test_parameters_add_up_to_the_whole():
+    step = tiny_step(0, 2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    masters, optimizer, *others = map(sum, zip(*leaf_bytes(step).values(), strict=True))
+    whole = state_bytes(step)
+    assert [masters + optimizer, *others] == [whole.persistent, whole.parameters, whole.gradients, whole.host]
+    assert whole.host > 0
+
+
 def test_the_table_by_module():
     rows = {line.strip().split("  ")[0]: line.split() for line in by_module(tiny_step(3, 2)).splitlines()}
     assert rows["mlp_norm"][1:] == ["384", "B", "768", "B", "192", "B", "192", "B", "1.50", "KiB"]  # 3 layers x 64 / 2

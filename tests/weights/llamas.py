@@ -69,7 +69,6 @@ def logits(made, params, tokens=TOKENS):
 
 
 def same(a, b):
-
     def plain(x):
         return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 

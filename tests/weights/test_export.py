@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 import jzero
 from jzero import weights
 from jzero.cli import main
+from jzero.tree import named
 from jzero.weights.export import CheckpointParameters, parse_size
 from jzero.weights.save import _part, gather_params
 from models import config_from_hf
@@ -83,6 +84,8 @@ def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
     jzero.checkpoint.save(made.state, tmp_path / "bare").wait()
     assert export(tmp_path / "bare", tmp_path / "out") == 0
     assert unnamed in capsys.readouterr().out
+    leaves = {name.replace("/", "."): x for name, x in named(made.state.params).items()}
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), leaves)
     table = made.step_fn.model.weights_layout()
     jzero.checkpoint.save(made.state, tmp_path / "named", notes={"weights": table}).wait()
     assert export(tmp_path / "named", tmp_path / "named-out") == 0

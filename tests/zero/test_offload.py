@@ -155,7 +155,6 @@ def test_checksums_of_host_arrays_are_copied_to_the_devices():
 
 
 def test_own_arithmetic_gets_device_arrays():
-
     def loss(module, batch, extra):
         return jnp.mean((module(batch["x"]) - batch["x"] @ extra["kernel"]) ** 2)
 
