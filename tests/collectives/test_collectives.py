@@ -1,21 +1,10 @@
 """The compiled H100 program holds the collectives of the ZeRO table (`jzero.layout.zero`), and no others.
 
-What is expected is computed here, from the leaves' shapes and the table alone. It is compared as a multiset of
-(kind, dtype, axes, bytes, place) with the number of arrays moved, operands x loop trips, so that a loop that the
-compiler peels or pipelines (8 x 2 + 8 = 8 x 3) counts the same. Combining is switched off to count leaf by leaf.
-
-How often stage 3 gathers a leaf per micro-batch:
-
-- A leaf of the layer stack: 2, for the forward and for the backward pass. "full" and "matmuls" recompute the layer from
-  the second gather; "none" gathers again because a gathered weight is never kept. Every weight of a Llama layer takes
-  part in the gradient of the layer's input, so none is left out.
-- A leaf of the ends: 1, for prefix and suffix, forward and backward.
-- A model without a stack is one layer. With "none" only what its backward pass reads is gathered again: the kernels of
-  all linear layers but the first (the input's gradient is not asked for), no bias. With "full" all of it.
-
-Besides, at every stage, outside the micro-batch loop: an all-reduce of f32[accumulation, 2], the losses and counts of
-the micro-batches, over (`data`, `zero`); one of a scalar, what a loss of (sum, count) counts in the whole step; and one
-over `zero` of a scalar for each partitioned leaf, its part of the gradient's norm.
+Expected are arrays by (kind, dtype, axes, bytes, place), times loop trips, from the leaves' shapes and the table alone;
+nothing is combined. Per micro-batch stage 3 gathers a leaf of the stack twice, for both passes, whatever is recomputed;
+one of the ends once. A model without a stack is one layer, of which "none" gathers again only what the backward pass
+reads: the kernels of all linear layers but the first. Once a step come the losses and counts of the micro-batches, the
+whole count, and over `zero` a number for each partitioned leaf, its part of the gradient's norm.
 """
 
 from collections import Counter
@@ -82,7 +71,6 @@ CASES = [
 
 
 def compiled(case, llama=LLAMA, **more):
-    """(the program's collectives, the shapes of the parameters)."""
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": case.accum,
@@ -107,7 +95,6 @@ def compiled(case, llama=LLAMA, **more):
 
 
 def leaves_of(case, params):
-    """(name, shape of one layer's leaf, layers, whether `zero` partitions it) of every parameter."""
     for name, x in named(params).items():
         layers = LAYERS if name.startswith("stack/") else 1
         shape = x.shape[1:] if layers > 1 else x.shape
@@ -122,7 +109,6 @@ def gathers_per_micro_batch(case, name):
 
 
 def expected(case, params):
-    """The table, as a Counter of (kind, dtype, axes, bytes, place) -> arrays moved."""
     moved = Counter()
     compute, wire = HLO[case.precision], HLO[case.reduce or case.precision]
     inside = "micro-batch" if case.accum > 1 else "step"
@@ -158,8 +144,6 @@ def expected(case, params):
 
 
 def found(case, program):
-    """The program's collectives in the same form."""
-
     def key(row):
         in_micro_batch = case.accum > 1 and row.loops[:1] == (case.accum,)
         assert in_micro_batch or case.accum == 1 or not row.loops, f"in a loop that is not the micro-batches': {row}"

@@ -1,29 +1,9 @@
 """The compiled H100 program of a pipeline: its collectives, tick by tick, and memory that does not grow with the step.
 
 What is expected follows from the schedule's table (`jzero.pipeline.schedules`), the ZeRO table (`layout.zero`) and the
-shapes, and is compared with the program as `test_collectives` does, as a multiset. For each
-
-- tick with F: 1 permute of the activations to the next stage; with B: 1 of their gradient to the previous one;
-- micro-batch, when it enters (E): 1 all-reduce over `pipe`, the embedding's, because every stage has rows of it;
-- micro-batch, when it leaves (S): 2 all-reduces over `pipe` of the size of the activations, the last stage's output and
-  the head's gradient, and 2 small ones, the maximum and the two sums of the softmax;
-- micro-batch, when its gradient has come back (G, a tick later): 1 all-reduce over `pipe`, that gradient to all stages;
-- step, with V chunks to a stage: V permutes of every stacked leaf to the chunks' places, and V back; 1 all-to-all each
-  way where S divides V;
-- step: 1 all-reduce over `pipe` and the batch axes of the losses; 1 of a scalar for each leaf over the axes that divide
-  it, for the norm; 1 over `pipe` of each gradient that it does not divide; over the batch axes what `test_collectives`
-  has;
-
-and over `zero`, leaf by leaf, of a stage's layers
-
-- stage 1: a gather and a reduce-scatter once a step; stage 2: a gather once a step, a reduce-scatter in every tick with
-  B, or where the backward pass is split with W, but for what is no product's gradient, a bias's;
-- stage 3: that reduce-scatter too, and a gather in every tick with F, and for what the gradient of a layer's input
-  needs, which is no bias, again in every tick with B. W needs no weights. With `gather` "step" it is stage 2.
-
-The ends do the same: the suffix's with S, the embedding gathered with E and reduced with G. Of the ticks that are no
-loop's all gathers of a leaf are one, and the last gradient of all is sent to nobody. With the layers of a chunk in a
-loop, their gathers are all apart, and what happens once a step happens to the stacked leaf as a whole.
+shapes. F, B, W are ticks; a micro-batch enters with E (the embedding, of which every stage has rows), leaves with S
+(the last stage's output, the head's gradient, the softmax's maximum and sums), and its gradient is back with G. Stage 3
+gathers with F, and again with B what the gradient of a layer's input needs, which is no bias; W needs no weights.
 """
 
 import functools
@@ -69,7 +49,6 @@ class Scaled(Decoder):
 
 
 def step_of(case, model, rows, length, options=SEPARATE, **more):
-    """A step, whose micro-batches have so many rows, and its trace."""
     config = case.config(
         train_micro_batch_size_per_gpu=rows, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, **more
     )
@@ -87,7 +66,7 @@ def ticks(table):
 
 
 def expected(case, loop=False):
-    """The tables of the module's docstring as a Counter of (kind, dtype, axes, bytes) -> arrays moved."""
+    """The tables as a Counter of (kind, dtype, axes, bytes) -> arrays moved."""
     moved, norms, sizes = Counter(), Counter(), {"pipe": case.stages, "data": case.data, "zero": case.zero}
     table = make_schedule(case.schedule, case.stages, case.micro, case.chunks)
     at, alone = ticks(table), [what for what, n in make_program(table).runs if isinstance(what, str) and n == 1]
@@ -174,15 +153,12 @@ def test_collectives_are_the_tables(case, loop):
         assert activations or row.loops == ()  # the layers go to their places and back once a step
 
 
-# ------------------------------------------------------------------------------------------------------- memory
-
 LLAMA = LlamaConfig(8, 256, 4, 2, 512, vocab_size=256, attention="xla")  # small next to its activations
 TOKENS = 1024
 
 
 @functools.cache
 def plan(schedule, chunks, micro):
-    """(planned memory, collectives) of a step of `micro` micro-batches on four stages."""
     case = Case(schedule, 4, micro, chunks=chunks)
     model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, num_layers=4 * chunks), rngs=rngs))
     step, trace = step_of(case, model, 1, TOKENS, options={})

@@ -1,17 +1,8 @@
 """The compiled H100 program moves what ZeRO++ says: kind, dtype, bytes, group, and how often.
 
-Eight GPUs on two hosts train the small decoder of the oracle in bf16 with full activation checkpointing, so the weights
-of a layer are gathered twice per micro-batch, those of the ends once. Expected, for a matrix of S elements:
-
-| part | collective                    | bytes of the full buffer                                  |
-|------|-------------------------------|-----------------------------------------------------------|
-| qwZ  | all-gather over N, twice      | S of s8, 4 S / block of f32                               |
-| qgZ  | all-to-all inside a node of n | S / 2 of u8, 4 S / block of f32                           |
-|      | all-to-all across the nodes   | S / n / 2 of u8, 4 S / n / block of f32                   |
-| hpZ  | all-gather across, once a step| 2 S / n of bf16: the second copy, outside the micro-batch |
-|      | all-gather inside n           | 2 S of bf16                                               |
-
-Vectors are never quantized. `block` is the largest even divisor of the S / N elements of a part, from 16 to 64.
+Eight GPUs on two hosts train the small decoder in bf16; full recomputation gathers a layer's weights twice per
+micro-batch, those of the ends once. qwZ gathers s8 over N; qgZ exchanges 4 bits inside a node and then across; hpZ
+gathers the second copy across once a step, and inside of its group. Scales are f32, one a block; vectors stay whole.
 """
 
 from collections import Counter
@@ -39,7 +30,6 @@ def compiled(plus, unroll):
 
 
 def expected(weights, gradients, n, unroll):
-    """The table, as a Counter of (kind, dtype, bytes, group, inside the micro-batch loop) -> arrays moved."""
     moved = Counter()
 
     def gathered(elements, layers, times, quantized):

@@ -35,12 +35,10 @@ def kernels(params):
 
 
 def largest_weights(params):
-    """Of each matrix, layer by layer."""
     return {name: np.abs(x).reshape(len(x), -1).max(1) for name, x in kernels(params).items()}
 
 
 def above(x):
-    """The power of two above positive numbers."""
     return 2.0 ** (np.floor(np.log2(np.asarray(x, np.float64))) + 1)
 
 
@@ -59,7 +57,6 @@ def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
 
 
 def test_a_history_forgets():
-    """The largest of the last two steps decides the scale."""
     for nothing in (0, np.inf):  # a step with an infinity changes nothing
         assert float(bound(exponent_one_hot(jnp.float32(nothing)))) == 0
     seen = initial_history(jnp.full((1, 8, 8), 0.75), 2)
@@ -191,12 +188,7 @@ def test_frozen_weights_have_current_scales():
     assert "frozen weights use current scales: mlp/down/kernel, mlp/gate_up/kernel" in text
 
 
-# ---------------------------------------------------------------- checkpoints
-
-
 class Half(SmallGPT):
-    """Its embeddings are multiplied in bfloat16."""
-
     def __init__(self, rngs, rate=0.0):
         super().__init__(rngs, rate)
         self.tokens.dtype = self.positions.dtype = jnp.bfloat16

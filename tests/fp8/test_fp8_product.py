@@ -38,10 +38,7 @@ SIZES = {"t": 12, "k": 16, "n": 20, "b": 2, "s": 6, "d": 24, "h": 4, "c": 8}
 
 
 def rounded(x, dtype, scale=None):
-    """Multiply by the largest power of two that keeps x in range, round, and divide; in float64.
-
-    Another scale makes the largest number of what is out of range.
-    """
+    """Multiply by this scale or the largest power of two that keeps x in range, clip, round, and divide; in float64."""
     x = np.asarray(x, np.float64)
     scale = scale or 2.0 ** np.floor(np.log2(MOST[dtype] / np.abs(x).max()))
     x = np.clip(x * scale, -MOST[dtype], MOST[dtype])
@@ -49,7 +46,6 @@ def rounded(x, dtype, scale=None):
 
 
 def form_of_letters(letters, weight):
-    """The form of an einsum; letters of both factors and of the result are batch dimensions."""
     (a, b), out = letters.split("->")[0].split(","), letters.split("->")[1]
     shared = [c for c in a if c in b and c not in out]
     batch = [c for c in a if c in b and c in out]
@@ -66,7 +62,6 @@ def factors(letters):
 
 
 def jzeros(letters, weight, a, b, g, gradients, trained=True):
-    """y and the gradients of both factors."""
     form = form_of_letters(letters, weight)
 
     @jax.jit
@@ -184,9 +179,6 @@ def test_gradients_are_summed_exactly():
     found = [one.eqn.params["precision"] for one in operations(trace.jaxpr) if one.name == "dot_general"]
     fast, exact = ((lax.Precision[name],) * 2 for name in ("DEFAULT", "HIGHEST"))
     assert found == [fast, exact, exact]  # y, then the two gradients
-
-
-# ---------------------------------------------------------------- casts
 
 
 def both(a, b, g):

@@ -41,7 +41,6 @@ def compiled(**settings):
 
 
 def products_by_target(text):
-    """How often each cuBLAS function is called, and what dtypes it multiplies for a weight of the stack."""
     dtypes = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = \(?(\w+)\[", text, re.M))
     calls = re.findall(r'custom-call\(([^)]*)\).*custom_call_target="(__cublas\$lt\$matmul[^"]*)"(.*)', text)
     found = Counter(target for _, target, _ in calls)
@@ -54,7 +53,6 @@ def products_by_target(text):
 
 
 def agreed_maxima(text):
-    """The numbers in each all-reduce of maxima."""
     maximum = set(re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(?:(?!\}).*\n)*?.* ROOT?[^\n]* maximum\(", text, re.M))
     reduced = re.findall(r"= f32\[(\d+)\]\S* all-reduce(?:-start)?\(.*to_apply=(%[\w.-]+)", text)
     return [int(size) for size, region in reduced if region in maximum]
@@ -97,7 +95,6 @@ def casts_of(text):
 
 
 def sizes_searched(text):
-    """Return the number of elements of each array whose maximum is found for the stack's products."""
     shapes = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = \w+\[([\d,]*)\]", text, re.M))
     operands = re.findall(
         r" reduce\((%[\w.-]+), .*op_name=\"[^\"]*stack[^\"]*/(?:qkv|out|gate_up|down)/.*reduce_max", text

@@ -201,7 +201,6 @@ def test_a_long_sum_of_products_is_found_in_one_walk():
 
 
 def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
-    """Both without a second trace."""
     traces = []
 
     def f(x):
@@ -298,7 +297,6 @@ def test_the_activations_use_every_elementwise_operation():
 
 
 def compiled(f, *shapes, gpu="h100", dtype=jnp.bfloat16):
-    """The program of a function for a GPU; a shape may have a dtype of its own."""
     placed = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices(gpu, 1)), jax.P())
     given = [s if isinstance(s[0], tuple) else (s, dtype) for s in shapes]
     args = [jax.ShapeDtypeStruct(*each, sharding=placed) for each in given]
@@ -310,7 +308,6 @@ def kernels(text):
 
 
 def passes_over(text, shape):
-    """The fusions of the entry that write an array of this shape."""
     entry = text.split("\nENTRY ")[1]
     loops = rf"= \(?bf16\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
     return [line for line in entry.splitlines() if re.search(loops, line)]

@@ -28,7 +28,6 @@ def _interpreted(monkeypatch):
 
 
 def rows(*shape, dtype):
-    """Logits, labels of which every fourth is ignored, and gradients."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, shape[-1], shape[:-1])
     labels.reshape(-1)[::4] = -1
@@ -55,7 +54,6 @@ IN_TILES = jax.jit(lambda *args: tuple(softmax.tiled_sums(*args))), jax.jit(lamb
 
 
 def check(logits, labels, size, g):
-    """By rows, and by the kernels in Pallas' interpreter."""
     size = jnp.int32(size)
     expected_highest, log_total, expected_picked, expected = exact(logits, labels, int(size), g)
     for sums, gradient in (BY_ROWS, IN_TILES):
@@ -155,7 +153,6 @@ def mixed(a, b, c):
 
 
 def with_row(a, b, c, bias):
-    """Two results, and the sum over all rows of a third."""
     return [*mixed(a, b + bias, c), jnp.sum(a * c, 0, keepdims=True)]
 
 

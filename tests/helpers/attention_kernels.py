@@ -1,7 +1,4 @@
-"""cuDNN's fused attention in plain JAX, so that its rules run on CPUs, in float32 too.
-
-The backward pass takes the logarithms of the sums as they come, as the kernel does: those of other keys count.
-"""
+"""cuDNN's fused attention in plain JAX, on CPUs, in float32 too; the backward pass counts the sums as they come."""
 
 import jax
 import jax.numpy as jnp

@@ -61,7 +61,6 @@ def config(stage=2, **more):
 
 @lru_cache
 def compiled(stage):
-    """(step, its first state): compiled once, for the tests that need no config of their own."""
     step = jzero.make_train_step(Net(), config(stage), mesh=mesh())
     return step, step.init(jax.random.key(0))
 

@@ -1,7 +1,4 @@
-"""fp8 without jzero: products of rounded factors in plain JAX, and models whose Linear modules compute them.
-
-An array is multiplied by the largest power of two that keeps it in the range of the dtype, rounded, and divided again.
-"""
+"""fp8 without jzero: products of factors that are rounded at powers of two, and models that compute them."""
 
 from functools import lru_cache, partial
 
@@ -23,11 +20,7 @@ FP8 = {**BF16, "fp8": {"enabled": True, "min_size": 8}}
 
 
 def rounded(x, dtype, axes=None, scale=None):
-    """Round to fp8 in float32, with a scale for each part along the axes that are left; None: one scale.
-
-    Args:
-      scale: instead; what it takes out of range becomes the largest number.
-    """
+    """Round to fp8 in float32, by a scale for each part along the axes that are left, or by this one, and clip."""
     x, limit = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     if scale is None:
         _, exponent = jnp.frexp(limit / jnp.abs(x).max(axes, keepdims=True))
@@ -38,11 +31,8 @@ def rounded(x, dtype, axes=None, scale=None):
 def product(fp8_format, wide=False, scales=(None, None), note=None):
     """Make a `dot_general(x, w, dimension_numbers)` of factors that are rounded, forward and backward.
 
-    The results are bfloat16; with `wide` they are so in float32, and their gradient arrives in it.
-
-    Args:
-      scales: of x and of the gradient of the product; w is rounded already then, and no other scale would change it.
-      note: called with the largest elements of both in each backward pass.
+    The results are bfloat16; with `wide` they are so in float32, as their gradient is. `scales` are of x and
+    of the product's gradient; w is rounded already then. `note` gets the largest elements of both, backward.
     """
     of_x, of_g = scales
 
@@ -68,11 +58,9 @@ def product(fp8_format, wide=False, scales=(None, None), note=None):
 
 @lru_cache
 def emulated(name, fp8_format, chained, scales=(None, None), note=None):
-    """The model of `helpers.tensor_models` whose stack computes such products itself.
+    """The model whose stack computes such products; chained: nothing between the two of SwiGLU is rounded to bfloat16.
 
-    Args:
-      chained: whether nothing between the two products of SwiGLU is rounded to bfloat16.
-      scales, note: see `product`; `note` is called with the module's name first.
+    `note` of `product` is called with the module's name first.
     """
     cls, config = ZOO[name]
 
@@ -108,12 +96,8 @@ def used(path, w, fp8_format="hybrid", twice=False, scale=None):
 def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", scales=(None, None, None), note=None):
     """([(loss, gradient norm)], first gradients) of a plain loop in bf16 and this format; None: in bf16 alone.
 
-    Args:
-      chained: see `emulated`.
-      twice: whether weights are rounded to bfloat16 before they are to fp8.
-      trained: a part of the names of the parameters that are trained; the others have no gradient.
-      scales: of activations, gradients and weights; None: by the largest element.
-      note: see `emulated`.
+    With `twice` weights are rounded to bfloat16 before. Parameters without `trained` in their names have no gradient.
+    `scales` are of activations, gradients and weights; None: by the largest element.
     """
     model = emulated(name, fp8_format, chained, scales[:2], note) if fp8_format else model_of(name)
     copy = partial(used, fp8_format=fp8_format, twice=twice, scale=scales[2])
@@ -154,7 +138,6 @@ def trained(name, precision=FP8, **layout):
 
 
 def distances(gradients, others):
-    """The relative distances of gradients, leaf by leaf: {name: |a - b| / |b|}."""
     flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
     return {
         name_of(path): float(np.linalg.norm(a - b) / np.linalg.norm(b))

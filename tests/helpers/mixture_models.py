@@ -46,8 +46,6 @@ def config_of(layout, factor):
 
 @lru_cache
 def reference(config):
-    """The plain loop, in which all experts compute every token."""
-
     def mean(params, batch):
         loss, _ = model(config).loss(params, batch, None)
         return loss.sum / loss.count
@@ -62,8 +60,6 @@ def make_step(config, *, schedule="1f1b", more=None, **layout):
 
 
 class Own(nnx.Module):
-    """A block of a user's own."""
-
     def __init__(self, rngs):
         self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
         self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 16, 2, 8)) / 4)
@@ -92,7 +88,6 @@ class BothTables(OwnModel):
 
 
 def divided_by_both(model, example=None, **more):
-    """A train step of `OwnModel` or one like it on expert 4 x tensor 2."""
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "mesh": {"expert": 4, "tensor": 2, "zero": 1}}
     mesh = jzero.make_mesh(expert=4, tensor=2, zero=1, devices=jax.devices())
     built = jzero.from_flax(model, own_loss, example_batch=example)

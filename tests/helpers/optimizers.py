@@ -77,6 +77,17 @@ def unstack(params):
     return {"embed": params["embed"], "layers": layers, "lm_head": params["head"]}
 
 
+def owned(state, params):
+    """{path of a state's leaf: (the leaf, its parameter)}, where the path ends with a parameter's."""
+    known = {tuple(map(str, path)): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    found = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        keys = tuple(map(str, path))
+        for suffix in known.keys() & {keys[i:] for i in range(len(keys))}:
+            found[keys] = x, known[suffix]
+    return found
+
+
 def train(tx, params, grads):
     state = tx.init(params)
     update = jax.jit(tx.update)

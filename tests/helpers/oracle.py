@@ -56,7 +56,6 @@ def plain_loop(loss, params, batches, tx):
 
 
 def train(step, params, batches):
-    """([(loss, norm of the gradient)], state) of a train step from these parameters, or from its own if None."""
     state, seen = step.init(jax.random.key(0), params), []
     for batch in batches:
         state, metrics = step(state, batch)
@@ -75,3 +74,19 @@ def largest_error(params, known):
         return np.abs(a - b).max() / max(np.abs(b).max(), 1e-2)
 
     return max(jax.tree.leaves(jax.tree.map(error, jax.device_get(params), known)))
+
+
+def greedy(model, params, tokens, padding, new):
+    """Generate by recomputing everything for every token; rows begin at column 0."""
+    logits = jax.jit(lambda params, tokens: model.module(params)(tokens).astype(np.float32))
+    rows, length = tokens.shape
+    full = np.zeros((rows, length + new), np.int32)
+    for row, start in enumerate(padding):
+        full[row, : length - start] = tokens[row, start:]
+    everyone, last = np.arange(rows), length - padding - 1
+    for _ in range(new):
+        chosen = np.asarray(logits(params, full))[everyone, last].argmax(-1)
+        last = last + 1
+        full[everyone, last] = chosen
+    moved = [np.r_[tokens[row, :start], full[row, : length + new - start]] for row, start in enumerate(padding)]
+    return np.stack(moved)

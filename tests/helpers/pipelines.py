@@ -1,10 +1,8 @@
 """Models, layouts and the comparison for the tests of pipelines: a step with stages against the step without.
 
-The gradients are read off the public API: SGD's learning rate is so high (1e4) that the parameters before a step less
-those after it, divided by the rate, are the gradient to float32's rounding. How far two gradients are apart is, leaf by
-leaf, ||a - b|| / ||b||, the 2-norm over all of the leaf. In float32 it is at most 1e-6, and so is the relative error of
-the losses and of the gradient's norm. The unpipelined step has the same ZeRO stage, replicas and micro-batches;
-`test_oracle` compares it with a plain loop.
+SGD's learning rate is so high (1e4) that the parameters before a step less those after it, divided by the rate, are the
+gradient to float32's rounding. The unpipelined step has the same ZeRO stage, replicas and micro-batches; `test_oracle`
+compares it with a plain loop.
 """
 
 from functools import lru_cache
@@ -14,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.reference import place
+from helpers import reference
+from helpers.reference import SEQUENCE, VOCAB, WIDTH, place
+from helpers.steps import settings
 
 import jzero
 from jzero.model import stack_loss
@@ -23,35 +23,21 @@ from jzero.tree import named as names
 from models.llama import Llama, LlamaConfig
 
 LR, BOUND = 1e4, 1e-6
-VOCAB, WIDTH, SEQUENCE, ROWS = 64, 16, 8, 2  # ROWS of a micro-batch
-SGD = {"type": "SGD", "params": {"lr": LR}}
+ROWS = 2  # of a micro-batch
 
 
-# ------------------------------------------------------------------------------------------------------- models
-
-
-class Decoder:
+class Decoder(reference.Decoder):
     """Ends that are vocabulary-parallel, and layers with nothing to them; the loss is (sum, count)."""
 
     def __init__(self, layers, tied=False, vocab=VOCAB):
-        self.layers, self.tied, self.vocab = layers, tied, vocab
+        super().__init__(layers, tied, vocab)
         self.vocabulary = {"embed": 0} if tied else {"embed": 0, "head": 1}
 
     def __repr__(self):
         return f"{type(self).__name__}({self.layers} layers)"
 
-    def init(self, rng):
-        keys = jax.random.split(rng, 4)
-        normal = lambda key, *shape: 0.3 * jax.random.normal(key, shape)  # noqa: E731
-        head = {} if self.tied else {"head": normal(keys[1], WIDTH, self.vocab)}
-        stack = {"w": normal(keys[2], self.layers, WIDTH, WIDTH), "b": normal(keys[3], self.layers, WIDTH)}
-        return {"ends": {"embed": normal(keys[0], self.vocab, WIDTH), **head}, "stack": stack}
-
     def prefix(self, ends, batch, rng):
         return vocab_parallel.embed(ends["embed"], batch["inputs"])
-
-    def block(self, layer, x, rng):
-        return x + jnp.tanh(x @ layer["w"] + layer["b"])
 
     def suffix(self, ends, x, batch, rng):
         return vocab_parallel.cross_entropy(x, ends["embed"].T if self.tied else ends["head"], batch["labels"])
@@ -65,8 +51,6 @@ def drop(x, rng):
 
 
 class Dropout(Decoder):
-    """Draws in the prefix, in every layer and in the suffix."""
-
     def prefix(self, ends, batch, rng):
         return drop(super().prefix(ends, batch, rng), rng)
 
@@ -86,8 +70,6 @@ normed_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g)
 
 
 class Fragile(Decoder):
-    """Layers that make NaNs of zeros, and of a gradient that is zero."""
-
     def block(self, layer, x, rng):
         h = normed_gradient(x) / jnp.linalg.norm(x, axis=-1, keepdims=True)
         return normed_gradient(x + jnp.tanh(h @ layer["w"] + layer["b"]))
@@ -126,9 +108,6 @@ def model(kind, layers, **options):
     return kind(layers, **options)
 
 
-# -------------------------------------------------------------------------------------------------------- steps
-
-
 class Case(NamedTuple):
     """A layout. `micro`: the micro-batches of a step. Without a schedule it is the step to compare with."""
 
@@ -157,16 +136,9 @@ class Case(NamedTuple):
 
     def config(self, **more):
         pipeline = {"schedule": self.schedule, "chunks": self.chunks, "gather": self.gather}
-        return {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": self.micro,
-            "mesh": {"pipe": self.stages, "data": self.data, "zero": self.zero},
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
-            "optimizer": SGD,
-            "gradient_clipping": 0.0,
-            **({"pipeline": pipeline} if self.schedule else {}),
-            **more,
-        }
+        own = {"train_micro_batch_size_per_gpu": ROWS, **({"pipeline": pipeline} if self.schedule else {})}
+        mesh = {"pipe": self.stages, "data": self.data, "zero": self.zero}
+        return settings(None, self.stage, self.micro, LR, mesh=mesh) | own | more
 
     def step(self, model, **more):
         config = self.config(**more)
@@ -229,7 +201,6 @@ def assert_close(ours, theirs):
 
 
 def check(model, case, **more):
-    """The pipelined step does what the unpipelined one does; returns that."""
     ours = run(model, case, **more)
     assert_close(ours, run(model, case.unpipelined, **more) if more else unpipelined(model, case.unpipelined))
     return ours

@@ -1,12 +1,9 @@
-"""SGD on a Flax module: by jzero at ZeRO stage 3 on four devices, and by plain Flax and optax on one."""
+"""Small Flax modules and their losses, and plain Flax on one device."""
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from helpers.oracle import plain_loop
-
-import jzero
 
 WIDTH, ROWS, LR = 8, 16, 0.1
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -14,8 +11,6 @@ KEY = jax.random.key(3)
 
 
 class Normed(nnx.Module):
-    """Six features to three, with batch norm."""
-
     def __init__(self, rngs):
         self.first = nnx.Linear(6, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
@@ -25,37 +20,34 @@ class Normed(nnx.Module):
         return self.last(nnx.relu(self.norm(self.first(x))))
 
 
+def dense(params, x):
+    return x @ params["kernel"] + params["bias"]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
 def mean_square(module, batch):
     return (module(batch) ** 2).mean()
 
 
-def train(model, steps=3, **more):
-    """The losses of `steps` steps of SGD on four devices at ZeRO stage 3, and the parameters at the start."""
-    config = {
-        "train_batch_size": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
-    state = step.init(KEY)
-    start, losses = jax.device_get(state.params), []
-    for _ in range(steps):
-        state, metrics = step(state, X)
-        losses.append(float(metrics["loss"]))
-    return losses, start
+def train_module(module, loss, batches):
+    """The losses of plain Flax, which moves a module's state too; the module changes."""
+    gradient_of, losses = nnx.jit(nnx.value_and_grad(loss)), []
+    for batch in batches:
+        value, gradient = gradient_of(module, batch)
+        nnx.update(module, jax.tree.map(lambda w, g: w - LR * g, nnx.state(module, nnx.Param), gradient))
+        losses.append(float(value))
+    return losses
 
 
-def plain(loss, params, steps=3):
-    """The same losses from optax; `loss(params)` is plain Flax."""
-    return plain_loop(lambda params, _: loss(params), params, [X] * steps, optax.sgd(LR)).losses
+def nnx_loss(build, loss):
+    """The loss of a module by Flax alone, as a function of a dict of its parameters."""
 
-
-def plain_nnx(build, params, steps=3):
-    graph, state, rest = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params):
+    def of(params, batch, extra):
+        graph, state, rest = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
         nnx.replace_by_pure_dict(state, params)
-        return mean_square(nnx.merge(graph, state, rest), X)
+        return loss(nnx.merge(graph, state, rest), batch)
 
-    return plain(loss, params, steps)
+    return of

@@ -23,13 +23,11 @@ SMALL = 128  # bytes: numbers of the loss, of the norm, counts
 
 
 def h100s(per_host=8, **degrees):
-    """A mesh of these degrees."""
     degrees = {"zero": 1, **degrees}
     return jzero.make_mesh(**degrees, devices=gpu_devices("h100", prod(degrees.values()), per_host=per_host))
 
 
 def pairs(rows, length):
-    """The shapes of a batch of tokens."""
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     return {"inputs": tokens, "labels": tokens}
 
@@ -43,7 +41,6 @@ def traced(model, mesh, batch, options=SEPARATE, /, **config):
 
 
 def collectives_of(step, trace):
-    """The collectives of the compiled program, whose numbers are all known."""
     program = collectives(trace.lower().compile(), step.mesh)
     assert not program.unknown_trips
     assert len(program.select(in_branch=True)) == 0

@@ -1,8 +1,4 @@
-"""Models, the plain single-device optax loop they are trained with, and the layouts compared with it.
-
-The oracle is `reference`: value_and_grad of the model's own loss, clipping by global norm, optax.adamw, one device, no
-jzero. Every layout trains on the same global batches, so one run of it per model serves them all.
-"""
+"""Models, the plain single-device optax loop, and the layouts compared with it on the same global batches."""
 
 from functools import lru_cache
 from itertools import product
@@ -14,30 +10,30 @@ import numpy as np
 import optax
 import pytest
 from helpers.oracle import mean_of, plain_loop, stacked_loss
+from helpers.steps import settings
 
 import jzero
 from models.llama import Llama, LlamaConfig
 from models.mlp import MLP, cross_entropy
 
-BATCH, SEQUENCE, VOCAB, STEPS = 32, 8, 64, 10
+BATCH, SEQUENCE, VOCAB, WIDTH, STEPS = 32, 8, 64, 16, 10
 LR, DECAY = 1e-3, 0.1
 CLIP = {"untied": 0.71, "tied": 0.71, "decoder": 0.53, "mlp": 0.85}  # among the gradient norms of the ten steps
 ADAMW = {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": DECAY}}
 
 
-# ------------------------------------------------------------------------------------------------------- models
-
-
 class Decoder:
     """A layer stack without attention, in plain JAX; JAX's attention on CPUs has no float16."""
+
+    def __init__(self, layers=2, tied=False, vocab=VOCAB):
+        self.layers, self.tied, self.vocab = layers, tied, vocab
 
     def init(self, rng):
         keys = jax.random.split(rng, 4)
         normal = lambda key, *shape: 0.3 * jax.random.normal(key, shape)  # noqa: E731
-        return {
-            "ends": {"embed": normal(keys[0], VOCAB, 16), "head": normal(keys[1], 16, VOCAB)},
-            "stack": {"w": normal(keys[2], 2, 16, 16), "b": normal(keys[3], 2, 16)},
-        }
+        head = {} if self.tied else {"head": normal(keys[1], WIDTH, self.vocab)}
+        stack = {"w": normal(keys[2], self.layers, WIDTH, WIDTH), "b": normal(keys[3], self.layers, WIDTH)}
+        return {"ends": {"embed": normal(keys[0], self.vocab, WIDTH), **head}, "stack": stack}
 
     def prefix(self, ends, batch, rng):
         return ends["embed"][batch["inputs"]]
@@ -46,7 +42,8 @@ class Decoder:
         return x + jnp.tanh(x @ layer["w"] + layer["b"])
 
     def suffix(self, ends, x, batch, rng):
-        labels, logits = batch["labels"], (x @ ends["head"]).astype(jnp.float32)
+        head = ends["embed"].T if self.tied else ends["head"]
+        labels, logits = batch["labels"], (x @ head).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
         return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
 
@@ -78,9 +75,6 @@ def batches(name):
     return [{"inputs": x[:, :-1], "labels": y} for x, y in zip(tokens, labels, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------------- the oracle
-
-
 @lru_cache
 def initial(name):
     return jax.device_get(jax.jit(model(name).init)(jax.random.key(0)))
@@ -88,14 +82,10 @@ def initial(name):
 
 @lru_cache
 def reference(name):
-    """The plain loop."""
     tx = optax.chain(optax.clip_by_global_norm(CLIP[name]), optax.adamw(LR, weight_decay=DECAY))
     run = plain_loop(mean_of(model(name)), initial(name), batches(name), tx)
     assert min(run.norms) < CLIP[name] < max(run.norms), (name, run.norms)
     return run
-
-
-# ------------------------------------------------------------------------------------------------------- layouts
 
 
 class Layout(NamedTuple):
@@ -113,17 +103,8 @@ class Layout(NamedTuple):
 
     def config(self, **more):
         precision = {} if self.precision == "fp32" else {self.precision: {"enabled": True}}
-        return {
-            "train_batch_size": BATCH,
-            "gradient_accumulation_steps": self.accum,
-            "optimizer": ADAMW,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
-            "activation_checkpointing": {"policy": self.remat},
-            "stack": {"unroll": self.unroll},
-            **precision,
-            **more,
-        }
+        layers = {"activation_checkpointing": {"policy": self.remat}, "stack": {"unroll": self.unroll}}
+        return settings(BATCH, self.stage, self.accum, optimizer=ADAMW, **precision) | layers | more
 
 
 REMATS = ("none", "full", "matmuls")
@@ -142,13 +123,6 @@ DECODER_LAYOUTS = [
     Layout(s, COUNTS[3 - (s + shift) % 4], (4, 1)[(s + shift) % 2], REMATS[(s + shift) % 3], s % 2 == shift, "fp16")
     for s, shift in product(range(4), (0, 1))
 ]
-MLP_LAYOUTS = [
-    Layout(1, 8, 1, "full"),
-    Layout(3, 2, 1, "matmuls"),
-    Layout(2, 4, 1, "none", precision="bf16"),
-    Layout(3, 8, 4, "none", precision="fp16"),
-    Layout(3, 4, 2, "none", data=2),
-]
 
 
 def cases(layouts):
@@ -163,19 +137,16 @@ def new_state(name, precision):
 
 
 def prepare(name, layout, **more):
-    """(step, state) of a layout; `more` are keys that do not change the state."""
     config = layout.config(**{"gradient_clipping": CLIP[name], **more})
     step = jzero.make_train_step(model(name), config, mesh=layout.mesh)
     return step, place(step, new_state(name, layout.precision))
 
 
 def place(step, state):
-    """A copy of `state` (a step donates its own) laid out for `step`."""
     return jax.device_put(jax.tree.map(jnp.copy, state), step.state_shardings)
 
 
 def train(step, state, data):
-    """(losses, gradient norms, state) of a run."""
     metrics = []
     for batch in data:
         state, m = step(state, batch)

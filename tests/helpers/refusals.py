@@ -18,11 +18,16 @@ def refuses(call, pattern=""):
     return str(error.value)
 
 
+def says(call, *parts):
+    """The call is a ConfigError with these parts in its text; return the text."""
+    text = refuses(call)
+    assert [part for part in parts if part not in text] == [], text
+    return text
+
+
 def refused(call, *parts):
-    """The call is a ConfigError with these parts in its text, and compiles nothing."""
+    """The same, and it compiles nothing."""
     jax.random.key(0)  # compiles a program of its own, the first time
     compilations.clear()
-    with pytest.raises(jzero.ConfigError) as error:
-        call()
-    assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
+    says(call, *parts)
     assert compilations == []

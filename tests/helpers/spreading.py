@@ -92,6 +92,5 @@ def check(f, arrays, forms_of, rest=True, tolerance=2e-5, degrees=DEGREES):
 
 @cache
 def _on_one_device(f, floats):
-    """The same as one program, which all divisions of the arrays are compared with."""
     gradients = jax.grad(lambda *xs: total(f(*xs)), argnums=floats) if floats else lambda *xs: ()
     return jax.jit(lambda *xs: (f(*xs), list(gradients(*xs))))

@@ -2,9 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from helpers.oracle import plain_loop
+from helpers.plain_flax import cross_entropy
 
 VOCAB, LENGTH, WIDTH, HEADS, LAYERS, ROWS = 32, 8, 16, 2, 2, 16
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS, LENGTH + 1)).astype(np.int32)
@@ -80,26 +79,5 @@ class SmallScannedGPT(ScannedGPT):
     block = Small
 
 
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 def loss_fn(model, batch):
     return cross_entropy(model(batch["x"]), batch["y"])
-
-
-def plain_nnx(module, params, tx):
-    """Train a module with Flax and optax alone; return the losses and the parameters after every batch."""
-    graph, state, *_ = nnx.split(module(nnx.Rngs(0)), nnx.Param, ...)
-    nnx.replace_by_pure_dict(state, params)
-
-    def loss(state, batch):
-        rest = nnx.split(module(nnx.Rngs(0)), nnx.Param, ...)[2]  # random state of this trace, which dropout 0 ignores
-        return loss_fn(nnx.merge(graph, state, rest), batch)
-
-    return plain(loss, state, tx, nnx.to_pure_dict)
-
-
-def plain(loss, params, tx, as_dict=lambda params: params):
-    run = plain_loop(loss, params, BATCHES, tx)
-    return list(run.losses), as_dict(run.params)

@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+from helpers.oracle import plain_loop
 
 import jzero
 from jzero.tree import named
@@ -27,7 +28,6 @@ def mesh(zero=4, **degrees):
 
 
 def started(model, config, mesh=None):
-    """Make a train step; return it with its first state."""
     step = jzero.make_train_step(model, config, mesh=mesh)
     return step, step.init(jax.random.key(0))
 
@@ -42,7 +42,19 @@ def run(step, batches, params=None, extras=None):
     return start, losses, state
 
 
+def compare(step, batches, loss, tx, params=None, extras=None, join=lambda params: params, rtol=1e-5, close=1e-4):
+    """Train, and compare with optax on one device; return (parameters at the start, state).
+
+    `loss(params, batch, extra)` is plain JAX, of the parameters as `join` gives them.
+    """
+    start, losses, state = run(step, batches, params, extras)
+    both = list(zip(batches, extras or [None] * len(batches), strict=True))
+    plain = plain_loop(lambda params, both: loss(params, *both), join(start), both, tx)
+    np.testing.assert_allclose(losses, plain.losses, rtol=rtol)
+    assert_close(join(jax.device_get(state.params)), plain.params, rtol=close)
+    return start, state
+
+
 def assert_close(params, expected, rtol=1e-4, atol=1e-6):
-    """Compare parameters leaf by leaf with those of plain JAX."""
     for name, x in named(jax.device_get(params)).items():
         np.testing.assert_allclose(x, named(expected)[name], rtol=rtol, atol=atol, err_msg=name)

@@ -1,8 +1,4 @@
-"""Unmodified models for tensor and context parallelism, and the comparison of a layout with the plain loop.
-
-The oracle is `helpers.oracle` with the model's own loss. SGD's parameters are linear in the gradients, so that an error
-in one shows at its own size.
-"""
+"""Unmodified models, and layouts of them beside the plain loop; SGD's parameters show an error in a gradient."""
 
 import dataclasses
 from functools import lru_cache
@@ -27,8 +23,6 @@ VOCAB, WIDTH, BATCH, SEQUENCE, STEPS, LR = 64, 32, 16, 8, 3, 0.1
 
 
 class Block(nnx.Module):
-    """NNX's own attention, with biases."""
-
     def __init__(self, *, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attn = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
@@ -64,6 +58,17 @@ class GPT(nnx.Module):
         return mean_over_labels(self.head(self.norm(x)).astype(jnp.float32), batch["labels"])
 
 
+class Dropping(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return x + self.drop(self.down(self.drop(nnx.gelu(self.up(x)))))
+
+
 class LinenBlock(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -87,7 +92,6 @@ def attend(module, x):
 
 
 def list_of_layers():
-    """Four layers alike between tied ends, as a `PipelineModule`."""
     embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, attend))
     layers = [embed, *[LayerSpec(Block)] * 4, LayerSpec(nnx.LayerNorm, WIDTH), head]
     return PipelineModule(layers, loss_fn=mean_over_labels)
@@ -117,6 +121,7 @@ ZOO = {
     "two-heads": (Llama, dataclasses.replace(PACKED, num_heads=2)),
     "four": (Llama, dataclasses.replace(PACKED, num_layers=4)),
     "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
+    "odd": (Llama, dataclasses.replace(PACKED, vocab_size=VOCAB + 3, num_kv_heads=1)),  # 2 divides neither
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
     "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),
     "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),
@@ -129,6 +134,7 @@ DIMENSIONS = {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
     },
+    "dropping": {"up/kernel": 1, "up/bias": 0, "down/kernel": 0, "embedding": 0},
     "layers": {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embedding": 0,
@@ -147,6 +153,8 @@ def model(name):
         return jzero.from_flax(GPT)
     if name == "layers":
         return list_of_layers()
+    if name == "dropping":
+        return jzero.from_flax(Dropping, lambda net, batch: (net(batch["inputs"]) ** 2).mean())
     if name in ZOO:
         cls, config = ZOO[name]
         return jzero.from_flax(lambda rngs: cls(config, rngs=rngs))
@@ -189,7 +197,6 @@ OPTIMIZERS = {  # name: (changes of the config, the same in optax)
 
 @lru_cache
 def reference(name, optimizer="SGD"):
-    """What the plain loop does with a model."""
     config, tx = OPTIMIZERS[optimizer]
     frozen = config.get("frozen_parameters", ())
 
@@ -240,7 +247,6 @@ def errors(name, oracle=None, optimizer="SGD", **layout):
 
 
 def assert_one_device(name, **layout):
-    """Train in a layout as one device does; return the step."""
     losses, parameters, step = errors(name, **layout)
     assert losses < 1e-6
     assert parameters < 2e-6  # one unit in the last place of an element is 1e-7 of the leaf; three steps add up

@@ -1,17 +1,14 @@
-"""A criterion outside of the model: `outputs = engine(inputs)`, `loss = engine.loss(outputs, labels)`, and so on.
-
-The oracle is plain Flax and optax on one device.
-"""
+"""A criterion outside of the model: `loss = engine.loss(engine(inputs), labels)`, beside plain Flax and optax."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from helpers.engines import assert_same
-from helpers.plain_flax import Normed
+from helpers.plain_flax import Normed, train_module
+from helpers.plain_flax import cross_entropy as criterion
 from helpers.refusals import refuses
 from helpers.steps import settings
 
@@ -32,8 +29,6 @@ class Net(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """A layer stack, so that a pipeline can cut it."""
-
     def __init__(self, rngs):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.stack = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(4))
@@ -50,10 +45,6 @@ class Stacked(nnx.Module):
         for i in range(4):
             x = x @ self.stack.kernel[i] + self.stack.bias[i]
         return self.last(x)
-
-
-def criterion(outputs, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
 
 
 def with_accuracy(outputs, labels):
@@ -77,7 +68,6 @@ def data(engine, steps=3):
 
 
 def run(engine, micro_batches, read=lambda outputs, labels: None):
-    """The tutorial's five lines for one step; return the losses, and what `read` makes of the outputs."""
     losses, seen = [], []
     for inputs, labels in micro_batches:
         outputs = engine(inputs)
@@ -90,24 +80,13 @@ def run(engine, micro_batches, read=lambda outputs, labels: None):
 
 
 def plain(model, steps, call):
-    """The same training with Flax and optax alone, on global batches: the losses and the module."""
-    module = model(nnx.Rngs(KEY))
-    optimizer, losses = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), []
-
-    @nnx.jit
-    def update(module, optimizer, x, labels):
-        loss, gradient = nnx.value_and_grad(lambda module: criterion(call(module, x), labels))(module)
-        optimizer.update(module, gradient)
-        return loss
-
-    for micro_batches in steps:
-        losses.append(float(update(module, optimizer, *map(np.concatenate, zip(*micro_batches, strict=True)))))
-    return losses, module
+    """The losses of plain Flax on global batches, and its module."""
+    module, batches = model(nnx.Rngs(KEY)), [[*map(np.concatenate, zip(*parts, strict=True))] for parts in steps]
+    return train_module(module, lambda module, batch: criterion(call(module, batch[0]), batch[1]), batches), module
 
 
 @pytest.mark.slow
 def test_the_tutorials_loop_is_plain_training():
-    """In a pipeline at ZeRO-3."""
     engine, whole = build(Stacked, 3, 2), build(Stacked, 3, 2)
     steps = data(engine)
     losses = [np.mean(run(engine, micro_batches)[0]) for micro_batches in steps]
@@ -189,9 +168,6 @@ def test_linen_and_outputs_of_any_form():
     refuses(lambda: outputs["logits"], r"predictions: norm has shape \(\) for 2 rows")
     kernel = engine.state.params["Dense_0"]["kernel"]
     np.testing.assert_allclose(loss.item(), criterion(x @ jnp.asarray(kernel), labels), rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------- mistakes
 
 
 def test_calls_that_do_not_fit():

@@ -1,7 +1,4 @@
-"""NNX modules as models: how they are made, their losses, what they draw, modes, boxes, and constants.
-
-The oracle is plain Flax and optax on one device.
-"""
+"""NNX modules as models: how they are made, losses, draws, modes, boxes, constants; beside plain Flax and optax."""
 
 import subprocess
 import sys
@@ -11,18 +8,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, mean_square, plain, plain_nnx, train
+from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, dense, mean_square, nnx_loss
 from helpers.refusals import refuses
-from helpers.steps import mesh, run, settings
+from helpers.steps import compare, mesh, settings
 
 import jzero
 
 ONES = np.ones((512, WIDTH), np.float32)
-
-
-# ------------------------------------------------------------------------------------------- a module and its loss
 
 
 class Late(nnx.Module):
@@ -79,9 +74,6 @@ def test_losses_that_do_not_fit():
     refuses(lambda: jzero.from_flax(Late, loss), r"loss_fn requires temperature.*functools\.partial")
 
 
-# ------------------------------------------------------------------------------------------- random state
-
-
 class Masked(nnx.Module):
     """A layer that draws: what dropout leaves of x, and a bias so that there is something to train."""
 
@@ -119,9 +111,6 @@ def test_layers_stacked_by_vmap_draw_each_their_own_mask(module, loss):
     assert (model.module(params)(ONES) != 0).all()
 
 
-# ------------------------------------------------------------------------------------------- fixed modes and boxes
-
-
 class Fixed(nnx.Module):
     """Dropout that the constructor switched off, dropout of attention whose mode is open, dropout that is on."""
 
@@ -150,12 +139,9 @@ def test_a_mode_that_the_constructor_fixed_stays():
 
 def test_nnx_with_partitioning():
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("model", None))
-    losses, start = train(jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square))
-    expected = plain(lambda p: ((X @ p["kernel"] + p["bias"]) ** 2).mean(), start)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------- constants
+    model = jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square)
+    step = jzero.make_train_step(model, settings(ROWS, 3))
+    compare(step, [X] * 3, lambda p, x, _: (dense(p, x) ** 2).mean(), optax.sgd(LR), rtol=1e-6)
 
 
 class Table(nnx.Module):
@@ -171,8 +157,6 @@ class Table(nnx.Module):
 
 
 class Grid:
-    """An object that nnx does not know."""
-
     def __init__(self):
         self.points = jnp.arange(WIDTH) / WIDTH
 
@@ -213,8 +197,6 @@ def test_constants_are_found_without_making_the_parameters():
 
 
 class TableStack(nnx.Module):
-    """Constants in the layers of a stack and beside it."""
-
     layer = Table
 
     def __init__(self, rngs):
@@ -238,9 +220,10 @@ class TableStack(nnx.Module):
 def test_constants_of_a_stack():
     model = jzero.from_flax(TableStack)
     assert model.report_notes("float32") == [f"{3 * WIDTH * (WIDTH + 1)} in the stack"]
-    config = settings(None, 1, lr=LR, train_micro_batch_size_per_gpu=ROWS)
-    start, losses, _ = run(jzero.make_train_step(model, config, mesh=mesh(1, pipe=3)), [X] * 3)
-    np.testing.assert_allclose(losses, plain_nnx(TableStack, {**start["ends"], "stack": start["stack"]}), rtol=1e-6)
+    config = settings(None, 1, train_micro_batch_size_per_gpu=ROWS)
+    step, plain = jzero.make_train_step(model, config, mesh=mesh(1, pipe=3)), nnx_loss(TableStack, mean_square)
+    join = lambda params: {**params["ends"], "stack": params["stack"]}  # noqa: E731
+    compare(step, [X] * 3, plain, optax.sgd(LR), join=join, rtol=1e-6)
 
 
 class Gap(nnx.Module):

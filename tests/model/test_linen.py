@@ -1,7 +1,4 @@
-"""Linen modules: boxed parameters, collections, sown values, streams, and stacks of layers.
-
-The oracle is plain Flax and optax on one device.
-"""
+"""Linen modules: boxes, collections, sown values, streams, stacks of layers; beside plain Flax and optax."""
 
 from collections.abc import Callable
 
@@ -11,12 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from helpers.plain_flax import KEY, WIDTH, X, mean_square, plain, train
+from helpers.plain_flax import KEY, WIDTH, X, mean_square
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, ROWS, VOCAB, causal_mask, cross_entropy
-from helpers.stack_models import plain as plain_stack
-from helpers.steps import assert_close, run, settings
+from helpers.steps import compare, settings
 
 import jzero
 from jzero.tree import named
@@ -66,16 +62,16 @@ def test_linen(module):
             return mean_square(module, batch)
 
     model = jzero.from_flax(module, loss, example_batch=jax.eval_shape(lambda: X))
-    losses, start = train(model, gradient_clipping=0)
     rest = {name: part for name, part in module.init(KEY, X).items() if name not in ("params", "losses")}
-    expected = plain(lambda params: (module.apply({"params": params, **rest}, X) ** 2).mean(), start)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+    def plain(params, x, _):
+        return (module.apply({"params": params, **rest}, x) ** 2).mean()
+
+    start, _ = compare(jzero.make_train_step(model, settings(len(X), 3)), [X] * 3, plain, optax.sgd(0.1), rtol=1e-6)
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(start))
 
 
 class Noisy(linen.Module):
-    """Draws from a stream that is not called dropout."""
-
     @linen.compact
     def __call__(self, x, train=False):
         x = linen.Dense(WIDTH)(x)
@@ -103,8 +99,6 @@ def test_linen_streams_of_any_name_follow_the_key():
 
 
 class Counter(linen.Module):
-    """State that training changes only where it may."""
-
     collection: str = "counts"
 
     @linen.compact
@@ -208,14 +202,11 @@ TRAINED = [(GPT(), {"pipe": 2}, 1), (GPT(scan=True), {}, 3)]
 def test_a_stack_trains_as_on_one_device(module, mesh, stage):
     start = jzero.from_flax(module, loss_fn, example_batch=BATCHES[0]).init(KEY)
 
-    def loss(params, batch):
+    def loss(params, batch, _):
         return cross_entropy(module.apply({"params": params}, batch["x"]), batch["y"])
 
-    losses, params = plain_stack(loss, start, optax.sgd(0.5))
     step = jzero.make_train_step(make(module), settings(ROWS, stage, 2, 0.5, mesh=mesh))
-    _, found, state = run(step, BATCHES, {"params": start})
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    assert_close(step.model.places.join(jax.device_get(state.params)), params)
+    compare(step, BATCHES, loss, optax.sgd(0.5), {"params": start}, join=step.model.places.join)
 
 
 def test_the_loss_is_that_of_the_module():

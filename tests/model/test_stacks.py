@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.plain_flax import mean_square
+from helpers.plain_flax import mean_square, nnx_loss
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import (
@@ -26,9 +26,8 @@ from helpers.stack_models import (
     causal_mask,
     cross_entropy,
     loss_fn,
-    plain_nnx,
 )
-from helpers.steps import assert_close, mesh, run, settings
+from helpers.steps import assert_close, compare, mesh, settings
 
 import jzero
 
@@ -43,16 +42,11 @@ TRAINED = [(SmallGPT, 0, {}), (GPT, 3, {}), (ScannedGPT, 1, PIPE)]
 )
 def test_a_stack_trains_as_on_one_device(module, stage, more):
     start = jzero.from_flax(module, loss_fn).init(KEY)
-    losses, params = plain_nnx(module, start, optax.sgd(0.5))
     model = jzero.from_flax(module, loss_fn, stack="blocks")
     step = jzero.make_train_step(model, settings(ROWS, stage, 2, 0.5, **more))
-    _, found, state = run(step, BATCHES, start)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    assert_close(step.model.places.join(jax.device_get(state.params)), params)
+    plain = nnx_loss(module, loss_fn)
+    _, state = compare(step, BATCHES, plain, optax.sgd(0.5), start, join=model.places.join)
     assert step.predict(state, BATCHES[0]["x"]).shape == (*BATCHES[0]["x"].shape, VOCAB)
-
-
-# ---------------------------------------------------------------- what crosses the cut
 
 
 class Tied(SmallGPT):
@@ -179,9 +173,6 @@ def test_every_layer_draws_its_own_mask_and_the_ends_draw_once():
         assert ends["lost"] == 0  # the loss sees the x that the layers got
 
 
-# ------------------------------------------------------------------ fused matrices
-
-
 class FusedLayer(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(8, 16, rngs=rngs)
@@ -192,8 +183,6 @@ class FusedLayer(nnx.Module):
 
 
 class Fused(nnx.Module):
-    """Gates and values side by side in each layer, and in the head."""
-
     fused_matrices: ClassVar = {
         **dict.fromkeys(("layers/0/up/kernel", "layers/1/up/kernel"), (1, (8, 8))),
         "head/kernel": (1, (2, 2)),
@@ -224,20 +213,13 @@ def test_fused_matrices_are_those_of_the_module():
     refuses(lambda: muon_step("layers", **{"layers/0/down": (1, (8, 8))}), "no such parameter")
 
 
-# ------------------------------------------------------------------------------------------- mistakes, patterns
-
-
 class Paired(Small):
-    """A layer that also returns a number, as routers do."""
-
     def __call__(self, x, mask, training=True):
         x = super().__call__(x, mask)
         return x, (x**2).mean()
 
 
 def changed(make):
-    """A GPT whose blocks `make(blocks, rngs)` changed."""
-
     class Changed(SmallGPT):
         def __init__(self, rngs):
             super().__init__(rngs)
@@ -247,7 +229,6 @@ def changed(make):
 
 
 def running(run, module=SmallGPT):
-    """A GPT whose blocks a and b run as `run(a, b, x, mask)`."""
     return type("Changed", (module,), {"run": lambda self, x, mask: run(*self.blocks, x, mask)})
 
 

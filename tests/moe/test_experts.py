@@ -142,47 +142,28 @@ def test_layers_before_the_stack_are_checkpointed_as_the_others():
     assert {part for part in ("prefix", "stack") for scope in again if part in scope} == {"prefix", "stack"}
 
 
-# ------------------------------------------------------------------------------------------- routing
-
-
 def logits(rows=3, tokens=12, experts=6, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, tokens, experts)), jnp.float32)
 
 
 @pytest.mark.parametrize(("factor", "min_capacity"), [(0.5, 1), (0.5, 4), (10.0, 4)])
 def test_capacity(factor, min_capacity):
-    """A loop over choices and tokens, in the order of GShard: first choices first, early tokens first."""
-    routing = route(logits(), 2, capacity_factor=factor, min_capacity=min_capacity)
-    capacity = min(max(min_capacity, int(np.ceil(12 * 2 / 6 * factor))), 12)
-    assert routing.capacity == capacity
-    dropped = 0
-    for row, chosen in enumerate(np.asarray(routing.experts)):
-        taken = np.zeros(6, int)
-        for k in range(2):
-            for token in range(12):
-                expert = chosen[token, k]
-                assert routing.slots[row, token, k] == taken[expert]
-                dropped += taken[expert] >= capacity
-                taken[expert] += 1
-    assert float(routing.drop_rate) == pytest.approx(dropped / (3 * 12 * 2))
-    assert (dropped > 0) == (factor < 10)
+    """In the order of GShard: first choices first, early tokens first."""
+    options = {"capacity_factor": factor, "min_capacity": min_capacity}
+    routing, plain = (f(logits(), 2, **options) for f in (route, plain_route))
+    assert routing.capacity == min(max(min_capacity, int(np.ceil(12 * 2 / 6 * factor))), 12)
+    np.testing.assert_array_equal(routing.slots < routing.capacity, plain.kept)
+    assert float(routing.drop_rate) == pytest.approx(float(plain.drop_rate))
+    assert (plain.drop_rate > 0) == (factor < 10)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_sigmoid_scores(spread):
-    """DeepSeek-V3: scores of each expert alone, normalised, then scaled (arXiv:2412.19437, eq. 12 to 16); the balance
-    is that of scores divided by their sum (eq. 18): even ones give k, however large they are.
-    """
-    routing = route(logits() * spread - 2, 2, score="sigmoid", scale=2.5)
-    scores = 1 / (1 + np.exp(2 - spread * np.asarray(logits(), np.float64)))
-    best = np.sort(scores, -1)[..., ::-1][..., :2]
-    np.testing.assert_allclose(routing.weights, 2.5 * best / best.sum(-1, keepdims=True), rtol=1e-6)
-    shares = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
-    chosen = np.argsort(-scores, axis=-1, kind="stable")[..., :2]
-    part = np.bincount(chosen.ravel(), minlength=6) / (3 * 12)
-    expected = 6 * (part * shares).sum()
-    assert (expected == pytest.approx(2)) == (spread == 0)
-    np.testing.assert_allclose(balance_loss(routing), expected, rtol=1e-6)
+    """DeepSeek-V3, arXiv:2412.19437, eq. 12 to 18; even scores give the balance k, however large they are."""
+    routing, plain = (f(logits() * spread - 2, 2, score="sigmoid", scale=2.5) for f in (route, plain_route))
+    np.testing.assert_allclose(routing.weights, plain.weights, rtol=1e-6)
+    np.testing.assert_allclose(balance_loss(routing), plain_balance_loss(plain), rtol=1e-6)
+    assert (float(balance_loss(routing)) == pytest.approx(2)) == (spread == 0)
 
 
 def test_the_bias_balances():

@@ -44,7 +44,6 @@ def operands(rows, d, f, sizes, dtype=jnp.float32):
 
 
 def loop(x, w, sizes, dy):
-    """The result and both gradients in float32, group by group."""
     x, w, dy = (np.asarray(a, np.float32) for a in (x, w, dy))
     y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
     ends = np.cumsum(np.asarray(sizes))
@@ -176,7 +175,6 @@ def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
 
 
 def gpu_program(gpu, rows, d, f, dtype):
-    """Compile two layers with their gradients for a GPU, as jzero runs them: in a manual region."""
     mesh = Mesh(np.array(gpu_devices(gpu, 2)), ("zero",))
     whole = NamedSharding(mesh, PartitionSpec())
 

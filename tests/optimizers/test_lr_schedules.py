@@ -1,8 +1,4 @@
-"""DeepSpeed's schedules against a port of its scheduler objects in plain Python, called step by step.
-
-Source of the port: deepspeed/runtime/lr_schedules.py of deepspeed 0.19.8 (`LRRangeTest` at line 313, `OneCycle` at 414,
-`WarmupLR` at 703, `WarmupDecayLR` at 791, `WarmupCosineLR` at 842).
-"""
+"""DeepSpeed's schedules against a port of deepspeed 0.19.8's runtime/lr_schedules.py in Python, step by step."""
 
 import math
 
@@ -11,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.refusals import says
 
 from jzero.config import Config
-from jzero.errors import ConfigError
 from jzero.optimizers import lr_schedules
 from jzero.optimizers.lr_schedules import make_lr_schedule
 
@@ -148,7 +144,6 @@ def test_the_peak_is_reported_where_it_may_surprise():
 
 
 def test_optaxs_schedules():
-    """All but the one that takes functions, with optax's indexing."""
     offered = {name for name in dir(optax) if name.endswith(("_schedule", "_schedules", "exponential_decay"))}
     assert offered - {"scale_by_schedule"} == {*lr_schedules.OPTAX_SCHEDULES, "join_schedules"}
     params = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 5, "decay_steps": 50}
@@ -180,7 +175,4 @@ def test_optaxs_schedules():
     ],
 )
 def test_errors(type, params, words):
-    with pytest.raises(ConfigError) as error:
-        make_lr_schedule(type, params, 1e-3)
-    for word in words:
-        assert word in str(error.value)
+    says(lambda: make_lr_schedule(type, params, 1e-3), *words)

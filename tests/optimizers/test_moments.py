@@ -32,7 +32,6 @@ BATCH = batches("decoder")[0]
 
 @pytest.fixture(autouse=True)
 def _moments_of_small_models(monkeypatch):
-    """Round their matrices to fp8 too."""
     monkeypatch.setattr(moments, "FP8_LEAST", SMALL)
 
 
@@ -60,27 +59,6 @@ def run(step, steps):
     return seen[:, 0], state
 
 
-def arrays(state):
-    return [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
-
-
-def test_the_first_moments_in_bfloat16_are_neighbours_of_the_exact_ones():
-    (_, exact), (_, low) = (run(shared_step(3, dtype), 1) for dtype in ("fp32", "bf16"))
-    assert {x.dtype for x in arrays(low)} == {jnp.dtype(jnp.bfloat16)}
-    assert {x.dtype for x in jax.tree.leaves(low.params)} == {jnp.dtype(jnp.float32)}
-    up = nearest = 0
-    for a, b in zip(arrays(exact), arrays(low), strict=True):
-        a, b = np.asarray(a), np.asarray(b, np.float64)
-        toward, beyond = neighbours_in_16_bits(a)
-        assert ((b == toward) | (b == beyond)).all()
-        up += ((b == beyond) & (toward != beyond)).sum()
-        nearest += (b == a.astype(ml_dtypes.bfloat16).astype(np.float64)).sum()
-    between = sum(np.count_nonzero(np.subtract(*neighbours_in_16_bits(np.asarray(a)))) for a in arrays(exact))
-    assert between > 1000
-    assert 0.4 < up / between < 0.6
-    assert nearest < 0.9 * sum(x.size for x in arrays(exact))
-
-
 def test_large_moments_are_in_fp8_and_the_others_in_float32():
     state = shared_step(2).init(jax.random.key(0))
     of_state, params = named(state.opt_state), named(state.params)
@@ -105,6 +83,7 @@ def test_a_step_again_rounds_the_same_and_the_next_one_anew():
         for i in (0, 0, 1)  # the same gradients
     )
     pairs = [x for x in zip(*map(jax.tree.leaves, (first, again, later)), strict=True) if x[0].dtype.itemsize < 4]
+    assert pairs
     assert all((a == b).all() for a, b, _ in pairs)
     assert all((a != c).mean() > 0.2 for a, _, c in pairs)
 
@@ -125,7 +104,6 @@ def test_training_is_as_with_float32_moments(stage, dtype, kind):
 
 
 def in_float32(opt_state):
-    """Return the moments by name; the bare state's names, whatever its dtype."""
     leaves = named(jax.device_get(opt_state))
     found = {}
     for name, x in leaves.items():
@@ -208,9 +186,6 @@ def test_what_is_refused():
     refuses(lambda: make_step(1, "fp16"), r'optimizer.state_dtype.*fp16.*"fp32", "bf16" or "fp8"')
     twice = r"bf16_optimizer_states = true and optimizer.state_dtype = .fp32.*keep one"
     refuses(lambda: make_step(1, "fp32", bf16=UNUSED), twice)
-
-
-# ------------------------------------------------------------------------------------------- how they are rounded
 
 
 KEY, MANY = jax.random.key(3), 4096

@@ -57,7 +57,6 @@ def coupled(decay, tx):
     ],
 )  # fmt: skip
 def test_same_numbers_as_optax(name, params, values, reference):
-    """One optimizer of optax for the stack, which is a group, and one for the rest."""
     group = {"match": "^stack/", "lr_scale": 0.3, "weight_decay": 0.2, **values}
     ours, _ = train(grouped(name, {**params, "weight_decay": 0.05}, group), tree(0), grads())
     lr = schedule().lr
@@ -262,7 +261,6 @@ DECAYING = [name for name in OPTAX if "weight_decay" in table.look_up(config(nam
 
 @pytest.mark.parametrize(("name", "base"), keep(product(DECAYING, (0.1, 0.0)), [("nadamw", 0.1), ("lars", 0.0)]))
 def test_weight_decay_of_one_group(name, base):
-    """The decay of optax on all but one group (base 0.1), and on one group alone (base 0)."""
     key = "weight_decay_rate" if name == "adafactor" else "weight_decay"
     ours, _ = train(
         grouped(name, {key: base}, {"match": "stack/", "weight_decay": 0.0 if base else 0.1}), tree(0), grads()

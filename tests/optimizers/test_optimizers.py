@@ -1,18 +1,26 @@
 """Every optimizer: layer stacks, state paths and dtypes; a caller's own; reports and errors."""
 
+import warnings
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
+from flax import nnx
 from helpers.engines import assert_same, build, rows
-from helpers.optimizers import STEPS, assert_close, config, few, kinds, make, schedule, train, tree, unstack
-from helpers.refusals import refuses
+from helpers.optimizers import STEPS, assert_close, config, few, kinds, make, owned, schedule, train, tree, unstack
+from helpers.oracle import plain_loop
+from helpers.oracle import train as train_step
+from helpers.refusals import refuses, says
+from helpers.steps import mesh, settings
+from layouts import FEATURES, LAYERS, TRAIN, Net, batch
 
-from jzero.errors import ConfigError
+import jzero
 from jzero.optimizers import base_lr, callers_optimizer, fused_matrices, make_optimizer, per_layer
+from jzero.optimizers.stack_probe import stack_warning
 
 
 @few
@@ -24,18 +32,6 @@ def test_a_stack_is_trained_as_its_layers_would_be(name, params):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(stacked))
 
 
-def owners(state, params):
-    """{state leaf's path: (state leaf, parameter)} for the state leaves that belong to a parameter."""
-    known = {tuple(map(str, path)): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    found = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        keys = tuple(map(str, path))
-        for suffix, param in known.items():
-            if keys[-len(suffix) :] == suffix:
-                found[keys] = (x, param)
-    return found
-
-
 COPIES = {".init_params", ".params0", ".init_particles", ".x0", ".nu_max"}  # of parameters, and a running maximum
 
 
@@ -44,7 +40,7 @@ def test_the_state_of_a_parameter(name, params):
     """Its path ends with the parameter's; it is bfloat16 where that is asked for, but for copies of the parameter."""
     tx, p = make(name, params, state_dtype=jnp.bfloat16), tree(0, jnp.bfloat16)
     state = tx.init(p)
-    found = owners(state, p)
+    found = owned(state, p)
     if name != "sm3":  # whose accumulators, one vector for each axis, have paths that go on below the parameter's
         others = sum(x.size for x in jax.tree.leaves(state)) - sum(x.size for x, _ in found.values())
         assert others <= 64  # what belongs to no parameter are counters and constants
@@ -143,10 +139,7 @@ def test_optimizers_passed_to_initialize():
     ],
 )
 def test_errors(name, params, words):
-    with pytest.raises(ConfigError) as error:
-        make(name, params)
-    for word in words:
-        assert word in str(error.value)
+    says(lambda: make(name, params), *words)
 
 
 FORM = "must be (dimension, widths), such as (1, (4, 2, 2)), with a dimension of 1 to 1"
@@ -164,7 +157,149 @@ FORM = "must be (dimension, widths), such as (1, (4, 2, 2)), with a dimension of
 def test_fused_matrices_that_do_not_fit(name, cut, text):
     """A cut is a dimension and widths."""
     params = {"mlp": {"kernel": jax.ShapeDtypeStruct((4, 12), jnp.float32)}}
-    with pytest.raises(ConfigError) as error:
-        fused_matrices(SimpleNamespace(fused_matrices={name: cut}), params)
-    assert f"fused_matrices['{name}'] = {cut!r}: {text}" in str(error.value)
+    model = SimpleNamespace(fused_matrices={name: cut})
+    says(lambda: fused_matrices(model, params), f"fused_matrices['{name}'] = {cut!r}: {text}")
     assert fused_matrices(object(), params) == {}
+
+
+# ------------------------------------------------------------------ optimizers of the caller on a stack
+
+
+WHICH = {"ends": False, "stack": True}
+BATCHES = [batch(seed) for seed in range(3)]
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def tuned(params):
+    return {"ends": is_matrix(params["ends"]), "stack": jax.tree.map(lambda p: p.ndim > 2, params["stack"])}
+
+
+def by_key(params):
+    return {key: dict.fromkeys(part, key) for key, part in params.items()}
+
+
+MASKED = optax.adamw(0.05, weight_decay=2.0, mask=is_matrix)
+
+
+def begin():
+    params = Net().init(jax.random.key(0))
+    params["stack"]["b"] += jax.random.normal(jax.random.key(1), params["stack"]["b"].shape)
+    return params
+
+
+def train_net(tx):
+    config = {key: x for key, x in settings(TRAIN, 3).items() if key != "optimizer"}
+    step = jzero.make_train_step(Net(), config, optimizer=tx, mesh=mesh())
+    return train_step(step, begin(), BATCHES)[0][:, 0], jzero.report(step)
+
+
+def train_layers(tx):
+    def loss(params, batch):
+        x = batch["x"] @ params["ends"]["first"]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        return ((x @ params["ends"]["last"] - batch["y"]) ** 2).mean()
+
+    params = begin()
+    layers = [jax.tree.map(lambda x, k=k: x[k], params["stack"]) for k in range(LAYERS)]
+    return plain_loop(loss, {"ends": params["ends"], "layers": layers}, BATCHES, tx).losses
+
+
+def test_per_layer_is_optax_on_the_layers():
+    expected = train_layers(MASKED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses, _ = train_net(per_layer(MASKED, WHICH))
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    with pytest.warns(UserWarning, match="per_layer"):
+        bare, text = train_net(MASKED)
+    assert max(abs(bare - expected)) > 1e-3 * max(expected)
+    warned = text.split("Warnings")[1].split("Layout")[0]
+    assert "stack/b" in warned
+    assert "per_layer(tx" in warned
+
+
+SHAPES = {
+    "ends": {"out": jax.ShapeDtypeStruct((FEATURES, 1000), jnp.float32)},
+    "stack": {
+        "kernel": jax.ShapeDtypeStruct((LAYERS, FEATURES, FEATURES), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((LAYERS, FEATURES), jnp.float32),
+    },
+}
+BOTH = "stack/bias, stack/kernel"
+
+
+@pytest.mark.parametrize(
+    ("tx", "leaves"),
+    [
+        (optax.adamw(0.01, weight_decay=1e-4, mask=is_matrix), "stack/bias"),
+        (optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1.0)), BOTH),
+        (optax.lamb(0.05), BOTH),
+        (optax.partition({"stack": optax.lars(0.1), "ends": optax.sgd(0.1)}, by_key), BOTH),
+        (optax.adamw(0.01, mask=tuned), None),
+        (optax.partition({"stack": optax.adam(0.01), "ends": optax.sgd(0.1)}, by_key), None),
+        (optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01, weight_decay=0.1)), None),
+        (optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lars(0.1), WHICH)), None),
+        (optax.adamw(0.01, mask={"ends": {"out": True}, "stack": {"kernel": True, "bias": False}}), None),
+        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1.0)), None),
+    ],
+)
+def test_which_optimizers_warn(tx, leaves):
+    text = stack_warning(tx, SHAPES)
+    assert text.startswith(f"the optimizer passed in does not update {leaves} layer") if leaves else not text
+
+
+# ------------------------------------------------------------------ the moving average of the weights
+
+
+ROWS, DECAY = 16, 0.9
+X = np.random.default_rng(0).normal(size=(5, ROWS, 4)).astype(np.float32)
+
+
+def engine(stage, **more):
+    more = {"ema": {"decay": DECAY}, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, **more}
+    model = jzero.from_flax(
+        lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2)
+    )
+    return jzero.initialize(model=model, config=settings(ROWS, stage, **more), mesh=mesh())[0]
+
+
+def test_it_is_the_average_of_the_steps_and_resumes(tmp_path):
+    run, resumed = (engine(stage, frozen_parameters=["bias"]) for stage in (3, 2))
+    ema = jax.device_get(run.state.params)
+    for i, x in enumerate(X):
+        if i == len(X) - 1:
+            run.save_checkpoint(tmp_path)
+            resumed.load_checkpoint(tmp_path)
+            resumed.train_batch({"x": x})
+        run.train_batch({"x": x})
+        params = jax.device_get(run.state.params)
+        ema = optax.incremental_update(params, ema, 1 - DECAY)
+    averaged = run.step_fn.averaged(run.state)
+    kernel = np.asarray(averaged.params["kernel"])
+    np.testing.assert_allclose(kernel, ema["kernel"], rtol=1e-6)
+    np.testing.assert_allclose(resumed.state.opt_state.ema["kernel"], ema["kernel"], rtol=1e-6)
+    assert np.abs(ema["kernel"] - params["kernel"]).max() > 0.01
+    assert averaged.params["kernel"].sharding == run.state.params["kernel"].sharding
+    np.testing.assert_array_equal(averaged.params["bias"], params["bias"])
+    plain = np.mean((X[0] @ ema["kernel"] + ema["bias"] - 1) ** 2)
+    assert float(run.eval_batch({"x": X[0]}, ema=True)) == pytest.approx(float(plain), rel=1e-5)
+    run.save_16bit_model(tmp_path, ema=True)
+    loaded = jzero.weights.load(tmp_path, run.step_fn)
+    np.testing.assert_array_equal(loaded["kernel"], kernel.astype(jnp.bfloat16))
+    run.train_batch({"x": np.full_like(X[0], np.nan)})  # skipped
+    np.testing.assert_array_equal(run.state.opt_state.ema["kernel"], kernel)
+
+
+def test_it_is_float32_beside_half_masters():
+    run = engine(2, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
+    assert run.state.params["kernel"].dtype == jnp.bfloat16
+    assert run.state.opt_state.ema["kernel"].dtype == jnp.float32
+
+
+def test_without_the_section_it_is_an_error():
+    refuses(lambda: engine(0, ema=None).eval_batch({"x": X[0]}, ema=True), r'add "ema": {"decay": 0.999}')
+    refuses(lambda: engine(0, ema={"decay": 1}), r"ema.decay = 1")

@@ -1,8 +1,4 @@
-"""Expert parallelism in training: the losses, gradient norms and parameters of one device.
-
-The oracle is a plain loop on one device of the same decoder, whose experts all compute every token
-(`helpers.mixtures`).
-"""
+"""Expert parallelism: one device's losses, norms and parameters, by a decoder whose experts compute every token."""
 
 import dataclasses
 
@@ -129,7 +125,6 @@ def test_bytes_of_state(stage):
 
 @pytest.mark.slow
 def test_experts_that_both_axes_would_divide():
-    """4 experts are no multiple of 4 x 2."""
     batch = {name: np.zeros((8, 6), np.int32) for name in ("inputs", "labels")}
     found = divided_by_both(OwnModel, example=batch)
     assert {found.config.tensor_parallel.dimensions[f"^blocks/\\d+/{name}$"] for name in ("up", "down")} <= {1, 2, 3}
@@ -139,7 +134,6 @@ def test_experts_that_both_axes_would_divide():
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [None, "blocks"])
 def test_a_module_of_a_users_own(stack):
-    """Its table counts with and without a layer stack."""
     subject, losses = jzero.from_flax(OwnModel, own_loss, stack=stack), []
     for expert in (1, 2):
         step = tensor_models.make_step(subject, expert=expert)

@@ -53,7 +53,6 @@ def test_the_models_own_names_and_the_first_spec_decides():
 
 
 def test_default_specs_are_the_models_table():
-    """A spec wins over the table; skipped weights are whole."""
     gates = {"patterns": [r".*gate_up.weight"], "partition_type": "skip"}
     table = divided_by_tensor(make_step("llama", [gates]))
     assert table["stack/attention/qkv/kernel"] == 1

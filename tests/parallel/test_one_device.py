@@ -1,7 +1,4 @@
-"""Every layout of unmodified models: the losses, gradient norms and parameters of one device.
-
-The oracle (`helpers.oracle`) is plain JAX. A row of each part is a default test; `-m slow` runs all.
-"""
+"""Every layout of unmodified models: the losses, gradient norms and parameters of plain JAX on one device."""
 
 import json
 import os

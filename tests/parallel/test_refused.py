@@ -33,7 +33,6 @@ def tensor(dimensions, name="nnx", degree=2, **more):
 
 
 def on_mesh(config, subject=None, **mesh):
-    """A step on a mesh that is passed in."""
     mesh = jzero.make_mesh(**{"zero": 1, **mesh}, devices=jax.devices()[:4])
     return jzero.make_train_step(subject or model("nnx"), SGD | config, mesh=mesh)
 
@@ -105,7 +104,7 @@ REFUSED = {
         ("zero_optimization.offload_param", zero(offload_param=CPU)),
         ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
     )},
-    # tables of `tensor`; what a model's table lacks see `test_undivided`
+    # tables of `tensor`; what a model's table lacks see `test_tensor_parallel`
     "no table": (tensor({}), "mesh.tensor = 2", "no table", "example_batch"),
     "no such name": (tensor({"nothing": 0}), "tensor_parallel.dimensions", "'nothing'", "no parameter"),
     "no such dimension": (tensor({"up/kernel": 2}), "up/kernel", "= 2", "[32, 128]", "0 to 1"),

@@ -1,7 +1,4 @@
-"""Functions of a sequence, tile by tile: the values and gradients of plain JAX, and no array of the whole in between.
-
-`test_one_device` trains models with tiles.
-"""
+"""Functions of a sequence, tile by tile: plain JAX's values and gradients, and no array of the whole in between."""
 
 from collections import Counter
 from math import prod

@@ -1,12 +1,18 @@
 """A step through the pipeline equals the step without one, in every layout and with every kind of model."""
 
+from collections import Counter
 from itertools import product
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.offload import scans
 from helpers.pipelines import (
+    BOUND,
+    ROWS,
+    SEQUENCE,
     VOCAB,
     WIDTH,
     Case,
@@ -17,15 +23,25 @@ from helpers.pipelines import (
     assert_close,
     batch_of,
     check,
+    initial,
     model,
     named,
     run,
     unpipelined,
 )
+from helpers.reference import ADAMW, assert_bitwise, place
+from helpers.refusals import refused
 from helpers.sampling import keep, some
 from jax import lax
+from test_pipeline_module import batch_of_layers, layers
 
+import jzero
+from jzero.planner import memory
+from jzero.run.run_report import report
+from jzero.tracing.slots import DEVICE_SPACE, HOST_SPACE
+from jzero.tree import named as named_leaves
 from models.llama import Llama
+from models.mlp import MLP, cross_entropy
 
 KINDS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 ZEROS = ((0, None), (1, None), (2, None), (3, "micro_batch"), (3, "step"))
@@ -71,6 +87,10 @@ CASES = {  # name: (model, its layers, case, changes of the config)
         {"pipeline": {"schedule": "gpipe", "gather": "step", "activation_checkpoint_interval": 2}, **SCANNED},
     ),
     "llama": (Llama, 4, Case("interleaved", 2, 4, 3, 2, chunks=2), {}),
+    "dropout": (Dropout, 4, Case("1f1b", 4, 4), {}),
+    "dropout in recomputed layers": (
+        Dropout, 4, Case("zero_bubble", 2, 2, chunks=2), {"activation_checkpointing": {"policy": "full"}}
+    ),
     # Dropout, integers and masks between the layers, parameters that are integers.
     "everything, gpipe": (Everything, 2, Case("gpipe", 2, 3), {}),
     "everything, zero_bubble": (Everything, 2, Case("zero_bubble", 2, 3), {}),
@@ -109,15 +129,6 @@ def test_frozen_parameters(case, frozen, more):
         assert (np.abs(gradient).max() == 0) == any(pattern in name for pattern in frozen), name
 
 
-DRAWN = [Case("1f1b", 4, 4), Case("zero_bubble", 2, 2, chunks=2)]
-
-
-@named(some(DRAWN, DRAWN[1:]))
-def test_the_dropout_masks_are_those_of_the_unpipelined_step(case):
-    noisy = model(Dropout, case.layers)
-    assert abs(check(noisy, case).loss / unpipelined(model(Decoder, case.layers), case.unpipelined).loss - 1) > 1e-3
-
-
 STALE = [Case("1f1b", 4, 4), Case("interleaved", 2, 3, chunks=2), Case("zero_bubble", 4, 3)]
 
 
@@ -132,3 +143,285 @@ def test_stale_data_leaks_nothing(case, monkeypatch):
         assert jnp.isnan(pullback(jnp.full(y.shape, dy))[0]).all()
     batch["labels"][:, 0] = 1  # no micro-batch without any, whose gradient is zero
     assert_close(run(fragile, case, batch), run(fragile, case.unpipelined, batch))
+
+
+# ------------------------------------------------------------------ modules, checkpoints, half precision
+
+
+MODULES = [  # layers of different structure, or a stack, which the stages divide or not
+    ("different", Case("gpipe", 2, 3)),
+    ("five", Case("1f1b", 4, 4)),
+    ("four", Case("interleaved", 2, 2, 3, 2, chunks=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), some(MODULES, MODULES[:1]), ids=str)
+def test_pipeline_module(kind, case):
+    batch = batch_of_layers(kind, ROWS * case.micro * case.zero)
+    assert_close(*(run(layers(kind), c, batch) for c in (case, case.unpipelined)))
+
+
+@pytest.mark.slow
+def test_a_stack_that_the_stages_do_not_divide():
+    case = Case("1f1b", 2, 2, 3, 2)
+    batch = batch_of_layers("five", ROWS * case.micro * case.zero)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 20}
+    more = {"frozen_parameters": ["tied/.*", "bias"], "zero_optimization": zero}
+    assert_close(*(run(layers("five"), c, batch, **more) for c in (case, case.unpipelined)))
+    found = []
+    for c in (case, case.unpipelined):
+        step = c.step(layers("five"), optimizer={"type": "Lamb", "params": {"lr": 0.1}})
+        state, *_ = step.run(step.init(jax.random.key(0)), step.prepare([batch]))
+        found.append(jax.device_get(state.params))
+    for name, x in named_leaves(found[0]).items():
+        np.testing.assert_allclose(x, named_leaves(found[1])[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_report_says_what_a_switch_costs():
+    case = Case("1f1b", 2, 2, 3)
+    text = " ".join(report(case.step(layers("five"), pipeline={"activation_checkpoint_interval": 2})).split())
+    assert "stages x chunks = 2 does not divide the 5 equal layers" in text
+    assert "in one piece whatever activation_checkpoint_interval says" in text
+    assert "no run of equal layers holds half" in " ".join(report(case.step(layers("different"))).split())
+
+
+RECOMPUTED = [
+    (Llama, "1f1b", "matmuls", 0),
+    (Decoder, "1f1b", "none", 0),
+    (Decoder, "zero_bubble", "matmuls", 1),
+    (Decoder, "zero_bubble", None, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "schedule", "policy", "interval"), keep(RECOMPUTED, RECOMPUTED[2:3]))
+def test_activation_checkpointing(kind, schedule, policy, interval):
+    """Two layers to a stage; the unpipelined step recomputes nothing. An interval alone is policy "full"."""
+    case = Case(schedule, 2, 3, 3 * (interval == 1), 1 + (interval == 1))
+    pipeline = {"schedule": schedule, "activation_checkpoint_interval": interval}
+    ours = run(model(kind, 4), case, activation_checkpointing={"policy": policy}, pipeline=pipeline)
+    assert_close(ours, unpipelined(model(kind, 4), case.unpipelined))
+
+
+@pytest.mark.slow
+def test_what_an_interval_keeps():
+    """Of the three micro-batches in flight the input of each checkpoint: four on each stage, or one."""
+    case, tokens, peaks = Case("1f1b", 2, 4), jax.ShapeDtypeStruct((4 * ROWS, 4096), jnp.int32), []
+    for interval in (1, 4):
+        pipeline = {"schedule": "1f1b", "activation_checkpoint_interval": interval}
+        step = case.step(model(Decoder, 8), pipeline=pipeline)
+        peaks.append(memory(step.lower({"inputs": tokens, "labels": tokens}).compile()).peak)
+    assert peaks[0] - peaks[1] == pytest.approx(3 * (4 - 1) * ROWS * 4096 * WIDTH * 4, rel=0.01)
+
+
+KEPT = [("none", 4 + 1, 2), ("matmuls", 4 + 1, 2), ("full", 4, 1)]
+
+
+@pytest.mark.parametrize(("policy", "unrolled", "looped"), keep(KEPT, KEPT[1:2]))
+def test_what_a_stage_keeps(policy, unrolled, looped):
+    """Each of four layers keeps its input and its product, but no weight, gathered or not.
+
+    But for "full", unrolled layers keep the first input alone: products and elementwise operations give the others.
+    """
+    case = Case("1f1b", 2, 6, 3, 2)
+    slots, depth, size = 2 * 2 - 1, 4, (ROWS, SEQUENCE, WIDTH)
+    for unroll, buffer, n in ((True, (slots, *size), unrolled), (False, (slots * depth, *size), looped)):
+        step = case.step(model(Decoder, 8), activation_checkpointing={"policy": policy}, stack={"unroll": unroll})
+        loops = [Counter(x.aval.shape for x in eqn.outvars) for eqn in scans(step.trace(batch_of(case)).jaxpr.jaxpr)]
+        ticks = [carried for carried in loops if (6, 2) in carried]  # with the losses of six micro-batches
+        assert len(ticks) == 3
+        for carried in ticks:
+            assert carried[buffer] == n
+            assert {shape for shape in carried if shape and shape[0] in (slots, slots * depth)} == {buffer}
+
+
+LIMITS = [(Case("1f1b", 2, 4), 36), (Case("interleaved", 2, 4, chunks=2), 40)]
+
+
+@pytest.mark.parametrize(("case", "layers"), LIMITS, ids=str)
+def test_many_layers_run_in_a_loop(case, layers):
+    """72 layers are unrolled in a step; the phases of these schedules have them 4 and 7 times."""
+    for n, unrolled in ((layers, True), (layers + case.stages * case.chunks, False)):
+        step = case.step(model(Decoder, n))
+        assert step.setup.passes.facts.unrolled == unrolled
+        assert f"{n} layers, {'unrolled' if unrolled else 'scanned'}; " in report(step)
+
+
+FORWARD = [Case("1f1b", 2, 3, 3, 2), Case("zero_bubble", 4, 2, chunks=2)]
+
+
+@named(some(FORWARD, FORWARD[:1]))
+def test_evaluate_and_micro_loss(case):
+    """Any number of micro-batches; without dropout, and with that of a micro-batch of the next step."""
+    noisy, losses = model(Dropout, case.layers), []
+    for one in (case, case.unpipelined):
+        step = one.step(noisy)
+        state = place(step, initial(noisy))
+        batch = batch_of(case._replace(micro=5))
+        part = jax.tree.map(lambda x, n=step.micro_size: x[-n:], batch)
+        losses.append([step.evaluate(state, batch), step.evaluate(state, part), step.micro_loss(state, part, 1)])
+    np.testing.assert_allclose(*losses, rtol=BOUND)
+    assert abs(losses[0][1] / losses[0][2] - 1) > 1e-3
+
+
+def test_a_step_that_overflows_changes_nothing():
+    case, fragile = Case("1f1b", 2, 2), model(Decoder, 2)
+    step = case.step(fragile, fp16={"enabled": True, "loss_scale": 2.0**40}, optimizer=ADAMW)
+    state = step.init(jax.random.key(0))
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, batch_of(case))
+    assert metrics["skipped"]
+    assert_bitwise(before, (state.params, state.opt_state))
+
+
+# ------------------------------------------------------------------------------------------- residuals in host memory
+
+
+def section(policy, on_host=True):
+    return {"activation_checkpointing": {"policy": policy, "cpu_checkpointing": on_host}}
+
+
+NUMBERS = [
+    (Decoder, Case("interleaved", 2, 2, 3, 2, chunks=2), "full"),
+    (Decoder, Case("gpipe", 2, 3), "matmuls"),
+    (Everything, Case("zero_bubble", 2, 3, chunks=2), "full"),
+    ("different", Case("gpipe", 2, 3), "full"),  # layers, whose stages keep their packed input
+]
+
+
+@pytest.mark.parametrize(("kind", "case", "policy"), keep(NUMBERS, NUMBERS[1:2]), ids=str)
+def test_the_numbers_are_the_same_bit_for_bit(kind, case, policy):
+    of, batch = (model(kind, case.layers), None) if isinstance(kind, type) else (layers(kind), batch_of_layers(kind, 6))
+    on_host, on_device = (run(of, case, batch, **section(policy, there)) for there in (True, False))
+    chex.assert_trees_all_equal(on_host, on_device)
+
+
+def carried(step, batch):
+    """Yield, for each loop over ticks, Counters of the shapes that it carries in host memory and on the device."""
+    for eqn in scans(step.trace(batch).jaxpr.jaxpr):
+        types = [x.aval for x in eqn.outvars]
+        there, here = ([x.shape for x in types if x.memory_space == s] for s in (HOST_SPACE, DEVICE_SPACE))
+        if there:
+            yield Counter(there), Counter(here)
+
+
+SLOTS = {  # of two stages and six micro-batches: with fewer, some ticks are in no loop
+    "gpipe": (Case("gpipe", 2, 6), "full", 6 + 1),
+    "1f1b": (Case("1f1b", 2, 6), "matmuls", 2 * 2 - 1),
+    "interleaved": (Case("interleaved", 2, 6, chunks=2), "full", 2 * 2 + 2 - 1),
+    "zero_bubble": (Case("zero_bubble", 2, 6), "matmuls", 2 + 2 - 1),
+}
+
+
+@pytest.mark.parametrize("schedule", keep(SLOTS, ["zero_bubble"]))
+def test_all_residuals_lie_on_the_host(schedule):
+    """A layer's input, and under "matmuls" its product; gpipe's suffix also waits for the output of the last layer."""
+    case, policy, slots = SLOTS[schedule]
+    depth, buffer = 4 // case.stages // case.chunks, (slots, ROWS, SEQUENCE, WIDTH)
+    arrays = depth * {"full": 1, "matmuls": 2}[policy] + (case.schedule == "gpipe")
+    loops = list(carried(case.step(model(Decoder, 4), **section(policy)), batch_of(case)))
+    assert loops
+    for there, here in loops:
+        assert there == {buffer: arrays}
+        assert buffer not in here
+    assert not list(carried(case.step(model(Decoder, 4), **section(policy, False)), batch_of(case)))
+
+
+def test_packed_inputs_lie_on_the_host():
+    case, _, slots = SLOTS["1f1b"]
+    batch = batch_of_layers("different", 6 * ROWS)
+    loops = list(carried(case.step(layers("different"), **section("full")), batch))
+    assert loops
+    for there, here in loops:
+        (shape,) = there.elements()  # the floats; integers are small
+        assert shape[0] == slots
+        assert not there.keys() & here.keys()
+
+
+# ---------------------------------------------------------------------------- what is refused, besides test_refused
+
+
+class Widening(Decoder):
+    def block(self, layer, x, rng):
+        return jnp.pad(x, [(0, 0), (0, 0), (0, 1)])
+
+
+class Promoting(Decoder):
+    def block(self, layer, x, rng):
+        return super().block(layer, x, rng).astype(jnp.float32)
+
+
+FOUR, TWO = Case("1f1b", 4, 2), Case("1f1b", 2, 2)
+INTERVAL = {"activation_checkpoint_interval": 3}
+EACH = "each layer's output must match the next layer's input"
+REFUSED = {
+    "other shapes": (
+        lambda: FOUR.step(Widening(4)).lower(batch_of(FOUR)), "float32[2, 8, 16]", "float32[2, 8, 17]", EACH
+    ),
+    "other dtypes": (
+        lambda: FOUR.step(Promoting(4), bf16={"enabled": True}).lower(batch_of(FOUR)),
+        "bfloat16[2, 8, 16]", "float32[2, 8, 16]", EACH,
+    ),
+    "chunks": (
+        lambda: Case("interleaved", 2, 2, chunks=3).step(Decoder(4)),
+        "mesh.pipe = 2", "pipeline.chunks = 3", "use fewer chunks",
+    ),
+    "stages and chunks": (
+        lambda: Case("zero_bubble", 4, 2, chunks=2).step(Decoder(12)),
+        "pipeline.chunks = 2", "12 layers", "2, 3 or 6 stages fit with 2 chunks",
+    ),
+    "a loop over checkpoints that do not divide a chunk": (
+        lambda: TWO.step(Decoder(8), pipeline=INTERVAL, **SCANNED),
+        "stack.unroll = false", "mesh.pipe = 2", "activation_checkpoint_interval = 3", "the 4 layers",
+    ),
+    "a loop over layers of different structure": (
+        lambda: Case("gpipe", 2, 3).step(layers("different"), **SCANNED),
+        "stack.unroll = false", "mesh.pipe = 2", "always unrolled",
+    ),
+    "a mesh of other stages": (
+        lambda: jzero.make_train_step(Decoder(4), TWO.config(mesh={"pipe": 2}), mesh=jzero.make_mesh()),
+        "mesh.pipe = 2", "has pipe 1",
+    ),
+    "a model without a stack": (
+        lambda: TWO.step(jzero.from_flax(MLP, cross_entropy)),
+        "mesh.pipe = 2", "no layer stack", "block", "jzero.PipelineModule",
+    ),
+    **{f"recomputing that is {policy}": (
+        lambda policy=policy: TWO.step(layers("five"), activation_checkpointing={"policy": policy}),
+        "activation_checkpointing", "always recomputed",
+    ) for policy in ("none", "matmuls")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case):
+    call, *parts = REFUSED[case]
+    refused(call, *parts)
+
+
+@pytest.mark.parametrize(
+    ("case", "zero", "other"),
+    [
+        (FOUR, {}, "mesh.pipe = 4 stages"),
+        (
+            Case(None, 1, 2, zero=4), {"zero_hpz_partition_size": 3},
+            "zero_optimization.zero_hpz_partition_size = 3: must divide the mesh's zero 4; allowed: 2",
+        ),
+        (
+            TWO, {"offload_param": {"device": "cpu"}},
+            'zero_optimization.offload_param.device = "cpu" with mesh.pipe = 2',
+        ),
+    ],
+)  # fmt: skip
+def test_the_problem_of_the_batch_comes_with_that_of_the_layout(case, zero, other):
+    with pytest.raises(jzero.ConfigError) as error:
+        case.step(Decoder(6), train_batch_size=7, zero_optimization={"stage": 3, **zero})
+    batch, layout = error.value.problems
+    assert batch.startswith("train_batch_size = 7: must equal ")
+    assert layout.startswith(other)
+
+
+def test_frozen_layers_in_chunks_keep_the_compute_dtype():
+    """With a reduction wider than the compute dtype the layers move in the wide one; frozen ones are not cast."""
+    case = Case("interleaved", 2, 2, chunks=2)
+    more = {"bf16": {"enabled": True}, "communication_data_type": "fp32", "frozen_parameters": ["stack/b"]}
+    case.step(model(Decoder, 4), **more).lower(batch_of(case))

@@ -1,31 +1,101 @@
-"""PipelineModule: which layers are the stack, NNX and Linen layers, shared parameters, errors."""
+"""PipelineModule: which layers are the stack, Flax's two kinds, shared parameters, switched and cut layers, errors."""
 
+from functools import lru_cache
+from itertools import combinations, pairwise
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.layer_lists import (
-    BLOCK,
-    EMBED,
-    HEAD,
-    KEY,
-    TOKENS,
-    Residual,
-    X,
-    Y,
-    close,
-    linear,
-    mean_square,
-    pipeline,
-    shapes,
-)
+from helpers.plain_flax import cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jzero
-from jzero.model import StackModel, fold
-from jzero.pipeline.module import LayerSpec, TiedLayerSpec
+from jzero.model import Inputs, StackModel, fold
+from jzero.pipeline.layer_spec import partition_layers
+from jzero.pipeline.layer_switch import switched
+from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from jzero.tree import named
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
+KEY = jax.random.key(0)
+BLOCK = LayerSpec(nnx.Linear, 8, 8)
+
+
+def mean_square(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+def pipeline(*layers, **options):
+    return PipelineModule(layers, options.pop("num_stages", None), **{"loss_fn": mean_square, **options})
+
+
+def shapes(params):
+    return {name: x.shape for name, x in named(params).items()}
+
+
+def close(a, b):
+    chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+class Residual(nnx.Module):
+    def __init__(self, width, rate, *, rngs):
+        self.linear, self.dropout = nnx.Linear(width, width, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+def attend(module, x):
+    return module.attend(x)
+
+
+TOKENS = np.arange(8).reshape(2, 4)
+EMBED, HEAD = (TiedLayerSpec("e", nnx.Embed, 16, 8, forward_fn=f) for f in (None, attend))
+
+
+def start(x):
+    return {"h": x["x"].astype(jnp.float32), "mask": x["x"] > 0, "ids": x["ids"], "half": x["x"].astype(jnp.bfloat16)}
+
+
+class Wide(nnx.Module):
+    """Other shapes and another tree; integers and bools that must come through exactly."""
+
+    def __init__(self, d_in, d_out, *, rngs):
+        self.linear, self.dropout = nnx.Linear(d_in, d_out, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.dropout(jnp.tanh(self.linear(jnp.where(x["mask"].any(), x["h"], 0))))
+        return {**x, "h": h, "more": (x["ids"] // 2, h[:, :1] * x["half"][:, :1].astype(h.dtype))}
+
+
+def finish(x):
+    assert x["ids"].dtype == jnp.uint32
+    assert x["mask"].dtype == bool
+    return x["h"] + x["more"][1] + (x["ids"] == np.uint32(2**32 - 1))[:, None] + (x["more"][0] == 2**31 - 1)[:, None]
+
+
+@lru_cache
+def layers(kind):
+    """Tied ends around four layers alike, with dropout, or five; or layers not alike, with integers and masks."""
+    if kind != "different":
+        alike = [LayerSpec(Residual, 8, 0.5)] * {"four": 4, "five": 5}[kind]
+        return pipeline(EMBED, *alike, HEAD, loss_fn=cross_entropy)
+    return pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish)
+
+
+def batch_of_layers(kind, rows):
+    rng = np.random.default_rng(0)
+    if kind != "different":
+        return tuple(rng.integers(0, 16, (2, rows, 8)).astype(np.int32))
+    x = {"x": rng.normal(size=(rows, 3)).astype(np.float32), "ids": rng.integers(0, 2**32, rows, np.uint32)}
+    return x, np.full((rows, 2), 9, np.float32)  # far off: no loss that cancels
 
 
 def test_prefix_stack_suffix():
@@ -39,10 +109,10 @@ def test_prefix_stack_suffix():
     }  # fmt: skip
     first, second, _ = params["stack"]["kernel"]
     assert (first != second).any()
-    x = linear(params["ends"]["layers"]["0"], X)
+    x = dense(params["ends"]["layers"]["0"], X)
     for i in range(3):
-        x = linear(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x)
-    outputs = linear(params["ends"]["layers"]["5"], jnp.tanh(x))
+        x = dense(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x)
+    outputs = dense(params["ends"]["layers"]["5"], jnp.tanh(x))
     close(model.module(params)(X), outputs)
     close(model.loss(params, (X, Y), None), mean_square(outputs, Y))
     close(jax.jit(model.loss)(params, [X, Y], KEY), mean_square(outputs, Y))
@@ -134,7 +204,7 @@ def test_linen():
         "layers/2/kernel": (8, 2),
     }  # fmt: skip
     layers = params["layers"]
-    close(model.module(params)(X), linear(layers["2"], linear(layers["0"]["Dense_0"], X)))
+    close(model.module(params)(X), dense(layers["2"], dense(layers["0"]["Dense_0"], X)))
     zeros = [(np.asarray(model.apply(params, 1, 2, np.ones((64, 8)), key)) == 0).mean() for key in (None, KEY)]
     assert zeros[0] == 0
     assert 0.4 < zeros[1] < 0.6
@@ -182,7 +252,7 @@ def test_tied(middle):
         x = first[TOKENS]
         layers = [jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(2)] if model.stack else None
         for layer in layers or [params["layers"]["1"], params["layers"]["2"]]:
-            x = linear(layer, x)
+            x = dense(layer, x)
         return (x @ last.T * labels).sum()
 
     loss, gradients = jax.jit(jax.value_and_grad(model.loss))(params, (TOKENS, labels), None)
@@ -272,3 +342,114 @@ def test_errors_of_the_first_step(layers, batch, words):
     if layers is HALF:
         params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     refuses(lambda: model.loss(params, batch, None), words)
+
+
+# ------------------------------------------------------------------ layers of different structure
+
+
+INPUTS = {"x": X, "ids": np.array([2**32 - 1, 0, 1, 2**31], np.uint32)}
+MODEL = pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish, num_stages=3)
+
+
+def switched_at(model, boundaries, params, inputs):
+    return switched(model, boundaries, params, inputs, jax.tree.map(lambda _: False, params))
+
+
+SWITCHED = [([0, 1, 5], None), ([0, 2, 3, 5], KEY), ([0, 1, 2, 3, 4, 5], None), ([0, 5], KEY)]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "key"), keep(SWITCHED, SWITCHED[1:2]), ids=["2", "3, dropout", "5", "1, dropout"]
+)
+def test_switched_is_the_module(boundaries, key):
+    batch = (INPUTS, Y)
+    assert not MODEL.stack
+    params, inputs = MODEL.init(KEY), Inputs(batch)
+    prefix, chunk, suffix = switched_at(MODEL, boundaries, *jax.eval_shape(lambda *args: args, params, inputs))
+
+    @jax.jit
+    def loss(params):
+        body = lambda x, part: (chunk(params, x, part, key)[0], None)  # noqa: E731
+        x, _ = jax.lax.scan(body, prefix(inputs), jnp.arange(len(boundaries) - 1))
+        return suffix(x, inputs, key)
+
+    expected = jax.jit(jax.value_and_grad(lambda params: MODEL.loss(params, batch, key)))(params)
+    close(jax.value_and_grad(loss)(params), expected)
+    assert min(np.abs(g).max() for g in jax.tree.leaves(expected[1])) > 1e-3
+
+
+def test_the_backward_pass_of_a_switch_keeps_its_arguments_alone():
+    params, inputs = MODEL.init(KEY), Inputs((INPUTS, Y))
+    prefix, chunk, _ = switched_at(MODEL, [0, 2, 5], params, inputs)
+    arguments = params, x, *_ = params, prefix(inputs), jnp.int32(1), KEY
+    _, pullback = jax.vjp(lambda params, x: chunk(params, x, *arguments[2:])[0], params, x)
+    kept = {(v.shape, v.dtype) for v in jax.tree.leaves(pullback)}
+    assert kept
+    assert kept <= {(v.shape, v.dtype) for v in jax.tree.leaves(arguments)}
+
+
+def test_switched_refuses_what_it_cannot_pack():
+    model = pipeline(lambda x: x + 1j, jnp.abs)
+    refuses(lambda: switched_at(model, [0, 1, 2], {}, Inputs((X, Y))), "complex64 cannot go from stage to stage")
+
+
+# ------------------------------------------------------------------------------------------- cutting layers into parts
+
+
+METHODS = ["uniform", "parameters", "best", "type:a", "type:^A"]
+NAMES = st.sampled_from(["Embed", "Block", "Attention", "relu"])
+LAYERS = st.lists(st.tuples(NAMES, st.integers(0, 20)), min_size=1, max_size=9)
+
+
+def heaviest(weights, boundaries):
+    return max(sum(weights[a:b]) for a, b in pairwise(boundaries))
+
+
+def lightest_possible(weights, parts):
+    n = len(weights)
+    return min(heaviest(weights, [0, *cut, n]) for cut in combinations(range(1, n), parts - 1))
+
+
+def cut(data, method, layers):
+    """Cut layers, of which type:a matches one; return their names and sizes, and the boundaries of the parts."""
+    names, sizes = zip(*[("Attention", 1), *layers], strict=True)
+    parts = data.draw(st.integers(1, len(names)))
+    boundaries = partition_layers(method, names, sizes, parts)
+    assert len(boundaries) == parts + 1
+    assert (boundaries[0], boundaries[-1]) == (0, len(names))
+    assert all(a < b for a, b in pairwise(boundaries))
+    return names, sizes, boundaries
+
+
+@given(LAYERS, st.data(), st.sampled_from(METHODS))
+def test_every_layer_once_in_order_and_no_cut_better_balanced(layers, data, method):
+    names, sizes, boundaries = cut(data, method, layers)
+    weights = {"parameters": sizes, "type:^A": [int(name == "Attention") for name in names]}.get(method)
+    if weights:
+        assert heaviest(weights, boundaries) == lightest_possible(weights, len(boundaries) - 1)
+
+
+def test_parts_by_hand():
+    names = ["Embed", "Linear", "relu", "Linear", "relu", "Linear"]
+    sizes = [100, 10, 0, 10, 0, 10]
+    assert partition_layers("parameters", names, sizes, 2) == [0, 1, 6]
+    assert partition_layers("best", names, sizes, 2) == [0, 1, 6]
+    assert partition_layers("UNIFORM", names, sizes, 4) == [0, 2, 4, 5, 6]
+    assert partition_layers("type:linear", names, sizes, 3) == [0, 3, 5, 6]  # an activation stays with what it follows
+    assert partition_layers("type:lin|emb", names, sizes, 2) == [0, 3, 6]
+    assert partition_layers("type:^LINEAR$", names, sizes, 3) == partition_layers("type:linear", names, sizes, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "words"),
+    [
+        ("profile", 2, "partition_method 'profile' is unknown.*'parameters'.*'best'.*'uniform'.*'type:regex'"),
+        ("type:conv", 2, "'type:conv' matches no layer: the class names are Embed, Block$"),
+        ("type:(", 2, "is not a regex: "),
+        ("uniform", 4, r"4 parts \(num_stages x chunks\) exceed the layers: there are 3 layers, ask for 1 to 3"),
+        ("parameters", 0, r"0 parts .* are too few: there are 3 layers, ask for 1 to 3"),
+    ],
+)
+def test_parts_that_cannot_be(method, parts, words):
+    with pytest.raises(jzero.ConfigError, match=words):
+        partition_layers(method, ["Embed", "Block", "Block"], [1, 2, 2], parts)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.sampling import keep
+from helpers.steps import mesh, settings, started
 from jax.sharding import PartitionSpec as P
 
 import jzero
@@ -20,13 +21,13 @@ TYPES = [("uint8", 264), ("int8", 256), ("int16", 50_304), ("uint16", 65_664), (
 
 def divided(function, in_specs, rows):
     """Run `function` on two devices that hold half of a vocabulary of `rows` each."""
-    mesh = jax.sharding.Mesh(jax.devices()[:STAGES], "pipe")
+    stages = jax.sharding.Mesh(jax.devices()[:STAGES], "pipe")
 
     def inside(*args):
         with vocab_parallel.parallel("pipe", {rows}):
             return function(*args)
 
-    return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False))
+    return jax.jit(jax.shard_map(inside, mesh=stages, in_specs=in_specs, out_specs=P(), check_vma=False))
 
 
 @pytest.mark.parametrize(("dtype", "rows"), keep(TYPES, [TYPES[i] for i in (0, 2, 4)]))
@@ -50,8 +51,6 @@ def test_the_rows_and_labels_that_numpy_takes(dtype, rows):
 
 
 class OfLogits(Llama):
-    """A Llama whose loss is written with its logits, as a user's may be."""
-
     def suffix(self, x, batch):
         losses = optax.softmax_cross_entropy_with_integer_labels(self.outputs(x), batch["labels"])
         return (losses * batch["weights"]).mean()
@@ -59,18 +58,11 @@ class OfLogits(Llama):
 
 @pytest.mark.slow
 def test_a_loss_of_logits_has_its_gradient_in_a_pipeline():
-    """The gradients of plain Flax on one device, though each stage computes a part of the logits."""
     shape, rng = LlamaConfig(2, 16, 2, 1, 24, vocab_size=32, logit_softcap=3.0), np.random.default_rng(0)
     tokens = rng.integers(0, 32, (4, 9)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "weights": rng.random((4, 8)).astype(np.float32)}
     model = jzero.from_flax(lambda rngs: OfLogits(shape, rngs=rngs))
-    config = {
-        "train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 1}},
-    }
-    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(pipe=2, zero=1, devices=jax.devices()[:2]))
-    state = step.init(jax.random.key(0))
+    step, state = started(model, settings(4, accum=2), mesh(1, pipe=2))
     found, metrics = step.gradients(state, batch)
 
     def plain(params):

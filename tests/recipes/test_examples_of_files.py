@@ -5,10 +5,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.refusals import refuses, says
 
 from jzero.data.template import Encoded
-from jzero.errors import ConfigError
 from jzero.recipes.examples import Examples, in_parts, read_examples
 from models.byte_tokenizer import byte_tokenizer
 
@@ -92,10 +91,8 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path):
             ([{"text": ["a"]}], ["a.jsonl line 1: text is ['a']: must be a string"]),
             ([{"prompt": "1?", "chosen": "2", "rejected": 3}], ["line 1: rejected is 3: must be a string or a list"]),
     ):  # fmt: skip
-        with pytest.raises(ConfigError) as error:
-            read_examples(write(tmp_path / "a.jsonl", *lines))
-        assert [word for word in words if word not in str(error.value)] == []
-        assert "\n" not in str(error.value)
+        path = write(tmp_path / "a.jsonl", *lines)
+        assert "\n" not in says(lambda path=path: read_examples(path), *words)
 
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
@@ -121,9 +118,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 def test_a_table_is_refused_with_the_line_that_makes_jsonl_of_it(name, between, tmp_path):
     datasets = pytest.importorskip("datasets")
     path = write(tmp_path / name, f"prompt{between}completion", f"1?{between} two")
-    with pytest.raises(ConfigError, match=r"is a table: expected JSONL") as error:
-        read_examples(path)
-    eval(str(error.value).rpartition(": ")[2], {"datasets": datasets})
+    text = says(lambda: read_examples(path), "is a table: expected JSONL")
+    eval(text.rpartition(": ")[2], {"datasets": datasets})
     found = read_examples(tmp_path / "a.jsonl")
     assert (found.kind, [*found.samples.values()]) == ("completions", [{"prompt": "1?", "completion": " two"}])
 

@@ -1,7 +1,10 @@
-"""The table found by trying moves no more than one written by hand, and is Megatron's where that is best."""
+"""The table found by trying moves no more than one by hand; no primitive of the models runs on whole arrays."""
 
+import dataclasses
 import re
 import time
+from collections import Counter
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +13,26 @@ import pytest
 from flax import linen, nnx
 from helpers.oracle import train
 from helpers.sampling import keep
-from helpers.tensor_models import DIMENSIONS, GPT, batches, initial, make_step, model, reference
+from helpers.tensor_models import (
+    BATCH,
+    DIMENSIONS,
+    GPT,
+    PACKED,
+    SEQUENCE,
+    WIDTH,
+    batches,
+    initial,
+    make_step,
+    model,
+    reference,
+)
 
 import jzero
 from jzero.errors import ConfigError
 from jzero.model import STACK
 from jzero.planner.traced_operations import moves
 from models.llama import Llama, preset
+from models.moe import MixtureConfig
 
 MEGATRON = {
     "stack/attention/qkv/kernel": 1, "stack/attention/out/kernel": 0, "stack/mlp/gate_up/kernel": 2,
@@ -60,7 +76,6 @@ def test_megatrons_table_for_a_large_llama_in_seconds():
 
 @pytest.mark.slow
 def test_a_step_without_a_table_finds_one():
-    """`autotp_size` alone, as in DeepSpeed; the result is one device's."""
     examples = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batches()[0].items()}
     untold = jzero.from_flax(GPT, example_batch=examples)
     step = make_step(untold, tensor=2, zero=2, stage=3, more={"tensor_parallel": {"autotp_size": 2}})
@@ -144,3 +159,109 @@ def test_the_table(net, shape, table):
 def test_nothing_to_divide():
     with pytest.raises(ConfigError, match="tensor = 2 divides no dimension of a parameter"):
         find(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 4, 3)
+
+
+# ---------------------------------------------------------------------- what a step runs on whole arrays
+
+
+TENSOR, LAYERS = 2, 2
+FLOAT = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+
+@lru_cache
+def of_step(name):
+    kind = name.removesuffix(", packed")
+    if kind in OWN:
+        make, batch, table = OWN[kind]
+        subject = make()
+    else:
+        subject, batch, table = model(kind), batches(kind)[0], DIMENSIONS[kind]
+    if name in ("llama", "mixture"):
+        batch = {key: batch[key] for key in ("inputs", "labels")}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    step = make_step(subject, tensor=TENSOR, dimensions=table, unroll=False)
+    return moves(step.trace(shapes), step.mesh)
+
+
+class UNet(nnx.Module):
+    """Down, middle with attention, up; with group and batch norms, pools, and the time of the noise."""
+
+    def __init__(self, rngs):
+        conv = partial(nnx.Conv, kernel_size=(3, 3), rngs=rngs)
+        self.start, self.first, self.down = conv(4, 16), conv(16, 16), conv(16, 32, strides=2)
+        self.norm, self.time = nnx.GroupNorm(32, 4, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.depthwise = conv(32, 32, feature_group_count=32)
+        self.up = nnx.ConvTranspose(32, 16, (2, 2), strides=(2, 2), rngs=rngs)
+        self.join, self.end = conv(32, 16), conv(16, 4)
+        self.drop, self.statistics = nnx.Dropout(0.1, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+
+    def __call__(self, x, t):
+        frequencies = jnp.exp(-jnp.arange(8) / 8)
+        angles = t[:, None] * frequencies
+        time = self.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1))
+        a = nnx.silu(self.statistics(self.first(self.start(x))))
+        b = nnx.silu(self.norm(self.down(a))) + time[:, None, None]
+        rows, height, width, channels = b.shape
+        b = b + self.attention(b.reshape(rows, height * width, channels)).reshape(b.shape)
+        b = self.drop(nnx.silu(self.depthwise(b)))
+        c = jnp.concatenate([self.up(b), jax.image.resize(b, (*a.shape[:3], 32), "nearest")[..., :16]], -1)
+        c = self.join(c)
+        c = nnx.avg_pool(c, (2, 2), (2, 2)) + nnx.max_pool(c, (3, 3), (2, 2), "SAME")
+        c = jax.image.resize(c, a.shape, "bilinear")
+        return self.end(nnx.relu(c))
+
+
+def denoising(module, batch):
+    images, noise, t = batch["images"], batch["noise"], batch["t"]
+    noisy = jnp.sqrt(1 - t)[:, None, None, None] * images + jnp.sqrt(t)[:, None, None, None] * noise
+    return ((module(noisy, t) - noise) ** 2).mean()
+
+
+def mixture():
+    config = dataclasses.replace(
+        PACKED, mixture=MixtureConfig(4, 2, 16, shared=16, capacity_factor=1.0, bias_rate=0.01)
+    )
+    return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+
+
+OWN = {  # name: (model, batch, table)
+    "mixture": (mixture, batches("mixture")[0], {}),
+    "unet": (
+        lambda: jzero.from_flax(UNet, denoising),
+        {"images": FLOAT((BATCH, 16, 16, 4)), "noise": FLOAT((BATCH, 16, 16, 4)), "t": FLOAT((BATCH,))},
+        {
+            "(start|first|down|depthwise)/kernel": 3, "time/kernel": 1, "(start|first|down|time|depthwise)/bias": 0,
+            "(query|key|value)/kernel": 1, "(query|key|value)/bias": 0, "out/kernel": 0, "norm": 0,
+            "up/kernel": 3, "up/bias": 0, "join/kernel": 2, "end/kernel": 2,
+        },
+    ),
+    "odd": (lambda: model("bert"), {key: x[:, 1:] for key, x in batches("bert")[0].items()}, DIMENSIONS["bert"]),
+}  # fmt: skip
+IN_A_STEP = ["llama, packed", "mixture", "bert", "nnx", "linen", "dropping", "layers", "unet"]
+
+
+@pytest.mark.parametrize("name", keep(IN_A_STEP, ["llama, packed", "mixture", "dropping", "layers", "unet"]))
+def test_a_train_step(name):
+    assert of_step(name).whole == ()
+
+
+PAIR = ("all-gather", "reduce-scatter")
+MEGATRONS = [
+    ("gpt2", SEQUENCE, PAIR),
+    ("llama", SEQUENCE, PAIR),
+    ("vit", 18, PAIR),
+    ("odd", SEQUENCE - 1, ("all-reduce",)),  # such a sequence is whole on each device
+]
+
+
+@pytest.mark.parametrize(("name", "length", "kinds"), keep(MEGATRONS, [MEGATRONS[0], MEGATRONS[-1]]))
+def test_a_layer_of_fused_weights_moves_as_megatrons(name, length, kinds):
+    """Two collectives of an activation of each kind a layer forward, and as many backward; nothing else."""
+    found, step = Counter(), of_step(name)
+    for move in step.all:
+        if move.scope.startswith(STACK):
+            found[move.part, move.kind, move.bytes] += move.times
+    size = BATCH * length * WIDTH * 4
+    assert found == {(part, kind, size): 2 * LAYERS for part in ("forward", "backward") for kind in kinds}
+    assert step.whole == ()

@@ -1,8 +1,4 @@
-"""What `jzero.spread` lists of a function: its collectives with source lines, and what ran on whole arrays.
-
-An operation runs as its plain function does, and on shards in its own way. Of a program's own collectives a device of
-the group holds its part of what the plain collective gives.
-"""
+"""What `jzero.spread` lists of a function, operations with a way of their own, and a program's own collectives."""
 
 from itertools import product
 

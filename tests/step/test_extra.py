@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.oracle import plain_loop
+from helpers.plain_flax import dense
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import assert_close, mesh, run, settings, started
+from helpers.steps import compare, mesh, run, settings, started
 
 import jzero
 
-ROWS, LR, STEPS = 16, 0.1, 3
+ROWS, STEPS = 16, 3
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
 Y = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
@@ -25,26 +25,12 @@ BATCH = BATCHES[0]
 TEACHERS = [{"teacher": RNG.normal(size=(4, 4)).astype(np.float32), "weight": 1.0 + i} for i in range(STEPS)]
 TRACED = []
 
-config = partial(settings, ROWS)
-
-
-def compare(step, batches, loss, extras=None):
-    """Train, and compare with optax on one device; `loss(params, batch, extra)` is plain JAX; return (start, state)."""
-    start, losses, state = run(step, batches, extras=extras)
-    with_extra = list(zip(batches, extras or [None] * STEPS, strict=True))
-    plain = plain_loop(lambda params, both: loss(params, *both), start, with_extra, optax.sgd(LR))
-    np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
-    assert_close(state.params, plain.params)
-    return start, state
+SGD, config = optax.sgd(0.1), partial(settings, ROWS)
 
 
 def distance(model, batch, extra):
     TRACED.append(1)
     return jnp.mean((model(batch["x"]) - batch["x"] @ extra["teacher"]) ** 2) * extra["weight"]
-
-
-def dense(params, x):
-    return x @ params["kernel"] + params["bias"]
 
 
 def linear(params, batch, extra):
@@ -68,7 +54,7 @@ def test_a_teacher_that_moves():
     TRACED.clear()
     run(step, BATCHES[:1], extras=TEACHERS)
     traced = len(TRACED)
-    _, state = compare(step, BATCHES, linear, TEACHERS)
+    _, state = compare(step, BATCHES, linear, SGD, extras=TEACHERS)
     assert len(TRACED) == traced  # the teacher is an argument of one program
     found = step.evaluate(state, BATCH, TEACHERS[1])
     assert float(found) == pytest.approx(float(linear(jax.device_get(state.params), BATCH, TEACHERS[1])), rel=1e-5)
@@ -181,7 +167,7 @@ def test_a_contrastive_loss_sees_the_global_batch():
 
     model = nnx_student(clip_loss)
     step = jzero.make_train_step(model, config(3), mesh=mesh(2, data=2))
-    start, _ = compare(step, BATCHES, plain_clip)
+    start, _ = compare(step, BATCHES, plain_clip, SGD)
     plainly = float(model.loss(start, BATCH, None))  # outside the step: the identity
     assert plainly == pytest.approx(float(plain_clip(start, BATCH, None)), rel=1e-6)
 

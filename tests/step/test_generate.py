@@ -1,7 +1,4 @@
-"""Generated text. Oracle: the plain module on the whole sequence, without a cache, on one device.
-
-tests/weights/test_families.py compares with `transformers`.
-"""
+"""Generated text. Oracle: the plain module on the whole sequence, without a cache, on one device."""
 
 import functools
 import re
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.oracle import greedy
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import mesh, settings
@@ -61,22 +59,6 @@ def random_params(model, scale=0.3):
     return jax.tree.unflatten(jax.tree.structure(shapes), [x.astype(np.float32) for x in values])
 
 
-def plain(model, params, tokens, padding, new):
-    """Generate by recomputing everything for every token; rows begin at column 0."""
-    logits = jax.jit(lambda params, tokens: model.module(params)(tokens).astype(jnp.float32))
-    rows, length = tokens.shape
-    full = np.zeros((rows, length + new), np.int32)
-    for row, start in enumerate(padding):
-        full[row, : length - start] = tokens[row, start:]
-    everyone, last = np.arange(rows), length - padding - 1
-    for _ in range(new):
-        chosen = np.asarray(logits(params, full))[everyone, last].argmax(-1)
-        last = last + 1
-        full[everyone, last] = chosen
-    moved = [np.r_[tokens[row, :start], full[row, : length + new - start]] for row, start in enumerate(padding)]
-    return np.stack(moved)
-
-
 def assert_varied(tokens):
     assert len(set(tokens[:, S:].ravel().tolist())) > 5, "the test needs continuations that vary"
 
@@ -85,7 +67,7 @@ def assert_varied(tokens):
 def case(name):
     model = model_of(CONFIGS[name])
     params = random_params(model)
-    expected = plain(model, params, TOKENS, PADDING, NEW)
+    expected = greedy(model, params, TOKENS, PADDING, NEW)
     assert_varied(expected)
     return model, params, expected
 
@@ -225,7 +207,6 @@ class Sums(linen.Module):
 
 
 def continued(row, padding, new, ends, pad):
-    """A row of tokens, continued by the rule of `Sums`."""
     row = list(row)
     for left in reversed(range(new)):
         row.append(sum(row[padding:]) % 41 + 3)

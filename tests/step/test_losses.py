@@ -1,7 +1,4 @@
-"""What a model may be and return; a loss of (sum, count) has the range of a mean, whatever the batch contains.
-
-Oracle: plain JAX with a mean.
-"""
+"""Models and what their losses may return. Oracle: plain JAX with a mean."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 from helpers.oracle import mean_of, stacked_loss
+from helpers.reference import Decoder
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.steps import mesh, settings
 
 import jzero
-from jzero.pipeline.vocab_parallel import cross_entropy
 
 ROWS, WIDTH = 16, 8
 W = jnp.ones((2, WIDTH))
@@ -84,8 +81,6 @@ def test_an_integer_leaf_is_carried_along():
 
 
 def test_parameters_that_are_one_array():
-    """With an optimizer that wants the loss."""
-
     class Bare:
         def init(self, rng):
             return jax.random.normal(rng, (WIDTH, WIDTH))
@@ -174,8 +169,6 @@ def by_mask(squares, batch):
 
 
 class Pixels:
-    """Predict `y` from `x` for every element; per-channel weights."""
-
     def __init__(self, width, mean):
         self.width, self.mean = width, mean
 
@@ -199,8 +192,7 @@ def keeping(model, rows, mesh, **config):
 
 
 def gradient_of_step(model, batch, mesh, **config):
-    """Return the gradients of a step, and its metrics."""
-    step = keeping(model, len(batch["x"]), mesh, **config)
+    step = keeping(model, len(jax.tree.leaves(batch)[0]), mesh, **config)
     state, metrics = step(step.init(jax.random.key(0)), batch)
     return state.opt_state, metrics
 
@@ -232,32 +224,12 @@ def test_an_infinite_count_skips_the_step():
     assert gradient_of_step(Pixels(4, by_mask), data, mesh(2), fp16={"enabled": True, "auto_cast": True})[1]["skipped"]
 
 
-class Tokens:
-    """Prefix, one block, suffix; counts the labels that are not negative."""
-
-    def init(self, rng):
-        a, b = jax.random.split(rng)
-        table, w = jax.random.normal(a, (32, 16)), jax.random.normal(b, (4, 16, 16)) / 4
-        return {"ends": {"table": table, "weigh": jnp.linspace(-1, 1, 16)}, "stack": {"w": w}}
-
-    def prefix(self, ends, batch, rng):
-        return ends["table"][batch["x"]]
-
-    def block(self, layer, x, rng):
-        return x + jnp.tanh(x @ layer["w"])
-
-    def suffix(self, ends, x, batch, rng):
-        return cross_entropy(x, ends["table"].T, batch["labels"])
-
-    loss = stacked_loss
-
-
 def test_unequal_counts_are_one_mean():
     """Micro-batches and replicas with 0 to all labels: the gradient is twice that of the global mean."""
     labels = np.where(RNG.random((16, 8)) < np.linspace(0, 1, 16)[:, None], TOKENS[:, 1:], -1)
-    batch = {"x": TOKENS[:, :-1], "labels": labels}
-    found, metrics = gradient_of_step(Tokens(), batch, mesh(2, pipe=2), accum=4, gradient_allreduce_op="sum")
-    loss, plain = plain_gradient(Tokens(), batch)
+    batch, model = {"inputs": TOKENS[:, :-1], "labels": labels}, Decoder(4, tied=True, vocab=32)
+    found, metrics = gradient_of_step(model, batch, mesh(2, pipe=2), accum=4, gradient_allreduce_op="sum")
+    loss, plain = plain_gradient(model, batch)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     plain = jax.tree.map(lambda g: 2 * g, plain)
     assert_same(found, plain)
@@ -268,18 +240,21 @@ LAYOUTS = [({"zero": 1}, 0), ({"zero": 2}, 1), ({"zero": 4}, 3), ({"pipe": 2, "z
 
 
 def lay_out(model, degrees, stage, **more):
-    """Make a step of 16 rows in two micro-batches, in a layout; return its first state too."""
     section = {"stage": stage, "stage3_param_persistence_threshold": 0}
     step = keeping(model, 16, mesh(**degrees), accum=2, zero_optimization=section, **more)
     return step, step.init(jax.random.key(0))
 
 
-class Weighed(Tokens):
+class Weighed(Decoder):
     """Learns how much each row counts, so that the count has a gradient."""
+
+    def init(self, rng):
+        params = super().init(rng)
+        return params | {"ends": params["ends"] | {"weigh": jnp.linspace(-1, 1, 16)}}
 
     def suffix(self, ends, x, batch, rng):
         weights = jax.nn.sigmoid(x @ ends["weigh"].astype(x.dtype)).astype(jnp.float32)
-        logits = (x @ ends["table"].T.astype(x.dtype)).astype(jnp.float32)
+        logits = (x @ ends["embed"].T.astype(x.dtype)).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         return jzero.Mean((losses * weights).sum(), weights.sum())
 
@@ -291,21 +266,21 @@ def test_a_count_with_a_gradient(degrees, stage, fp16):
 
     In fp16 both sides round products to 11 bits, in another order: hence its bounds.
     """
-    batch = {"x": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
-    step, state = lay_out(Weighed(), degrees, stage, fp16={"enabled": fp16, "initial_scale_power": 8})
+    batch, model = {"inputs": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}, Weighed(4, tied=True, vocab=32)
+    step, state = lay_out(model, degrees, stage, fp16={"enabled": fp16, "initial_scale_power": 8})
     found, metrics = step.gradients(state, batch)
 
     def mean(params):
         half = jax.tree.map(lambda w: w.astype(jnp.float16) if fp16 else w, params)
-        return mean_of(Weighed())(half, batch)
+        return mean_of(model)(half, batch)
 
-    loss, plain = jax.jit(jax.value_and_grad(mean))(Weighed().init(jax.random.key(0)))
+    loss, plain = jax.jit(jax.value_and_grad(mean))(model.init(jax.random.key(0)))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-3 if fp16 else 1e-6)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(x / abs(y).max(), y / abs(y).max(), atol=2e-2 if fp16 else 2e-6)
 
 
-class Masked(Tokens):
+class Masked:
     """Draws a mask in the prefix; `loss` draws another one, so only the passes know the count."""
 
     def init(self, rng):

@@ -54,7 +54,6 @@ def peak(config, made=None, batch=BATCH):
 
 
 def peak_of(step, batch=BATCH):
-    """XLA's own figure for the plain step."""
     stats = step.lower(batch).compile().memory_analysis()
     kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
@@ -159,7 +158,6 @@ def test_a_step_that_runs_out_of_memory(monkeypatch):
 
 
 def unsharded(stage):
-    """A step whose two replicas are copies."""
     config = CONFIG | {"zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
     own = {"mesh": {"data": 2, "zero": 1}}
     return config, jzero.make_train_step(dense(), config | own, mesh=mesh(1, data=2))

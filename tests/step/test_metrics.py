@@ -30,7 +30,6 @@ class Measured(Net):
 
 
 def plain(params, batch):
-    """Compute what one device computes on whole batches, rng None."""
     x = batch["x"]
     for layer in range(2):
         x = x + jnp.tanh(x @ params["stack"]["w"][layer])

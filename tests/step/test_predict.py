@@ -103,7 +103,6 @@ DECODERS = [(3, 1, SCANNED), (1, 2, INTERLEAVED)]
 
 @pytest.mark.parametrize(("stage", "pipe", "more"), some(DECODERS, DECODERS[:1]))
 def test_logits_of_a_decoder(stage, pipe, more):
-    """And a function of the module and its stack's output."""
     model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
     step, state = started(model, config(stage, **more), mesh=mesh(2, pipe=pipe))
     last = jzero.make_eval_step(

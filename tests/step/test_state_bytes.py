@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.fp8 import FP8
 from helpers.sampling import keep
+from helpers.steps import settings
 from helpers.tensor_models import make_step
 
 import jzero
@@ -25,16 +26,10 @@ def llama(config):
     return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
 
 
-def train_step(model, stage, mesh, precision="bf16", accum=1, **more):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accum,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({} if precision == "fp32" else {precision: {"enabled": True}}),
-        **more,
-    }
-    return jzero.make_train_step(model, config, mesh=mesh)
+def train_step(model, stage, mesh, accum=1, **more):
+    adamw = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = settings(None, stage, accum, train_micro_batch_size_per_gpu=1, optimizer=adamw, bf16={"enabled": True})
+    return jzero.make_train_step(model, config | more, mesh=mesh)
 
 
 def tiny_step(stage, devices=8, **more):

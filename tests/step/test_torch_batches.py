@@ -22,7 +22,6 @@ def tensors(batch):
 
 
 def test_the_loops_take_tensors():
-    """train_batch with a batch, an iterator, a DataLoader; the three calls; evaluation in both forms."""
     ours, theirs = engine(), engine()
     assert ours.train_batch(rows(0)) == theirs.train_batch(tensors(rows(0)))
     assert ours.train_batch(iter(parts(1))) == theirs.train_batch(map(tensors, parts(1)))
@@ -42,7 +41,6 @@ def test_the_loops_take_tensors():
 
 
 def test_training_data_of_tensors():
-    """A pytree of tensors, and a map-style dataset whose samples are tensors."""
     data = rows(6, 2 * TRAIN)
     loaders = [
         build(training_data=kind, more={"seed": 3})[2]

@@ -42,9 +42,7 @@ def test_small_parameters_are_drawn_by_a_kernel_on_one_gpu(monkeypatch):
 
 @pytest.mark.parametrize("stage", keep([1, 3], [3]))
 def test_the_model_is_traced_twice(stage):
-    """Once for the count of its loss, once for the gradient. A second step compiles nothing; other rows are another
-    program.
-    """
+    """Once for the count of its loss, once for the gradient; a second step compiles nothing."""
     chex.clear_trace_counter()
 
     class Once(Decoder):

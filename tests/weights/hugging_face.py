@@ -1,8 +1,4 @@
-"""One row for each family: transformers' model with random weights, jzero's of the same files, and checks of both.
-
-A check returns its relative error: the largest difference over the largest value. `docs/models.py` writes them into
-docs/models.md.
-"""
+"""One row for each family: transformers' model, jzero's of the same files, and checks, which return relative errors."""
 
 import json
 import math
@@ -210,8 +206,6 @@ LAST_NORMS = ("model.norm.weight", "ln_f.weight", "final_layer_norm.weight")  # 
 
 
 class Pair:
-    """A family's model here and there, with the same weights."""
-
     def __init__(self, name: str):
         self.name, self.case, self.theirs = name, CASES[name], torch_model(name)
         self._temporary = tempfile.TemporaryDirectory()
@@ -267,7 +261,6 @@ class Pair:
         return max(abs(float(metrics["loss"]) / loss.item() - 1), *jax.tree.leaves(errors))
 
     def export(self) -> float:
-        """The logits of transformers' model of our files."""
         auto = transformers.AutoModelForCausalLM if "CausalLM" in self.case.architecture else type(self.theirs)
         back = auto.from_pretrained(self.exported, attn_implementation="eager")
         assert type(back) is type(self.theirs)

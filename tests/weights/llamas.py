@@ -5,7 +5,7 @@ from functools import cache
 
 import jax
 import numpy as np
-import pytest
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.model import stack_loss
@@ -55,15 +55,9 @@ def step(made=None, stage=0, *, more=None, **axes):
 @cache
 def _step(made, stage, more, axes):
     axes = {"zero": 1, **dict(axes)}
-    count = int(np.prod(list(axes.values())))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": axes.get("pipe", 1),
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **json.loads(more),
-    }
-    return jzero.make_train_step(made, config, mesh=jzero.make_mesh(devices=jax.devices()[:count], **axes))
+    own = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    config = settings(None, stage, axes.get("pipe", 1)) | own | json.loads(more)
+    return jzero.make_train_step(made, config, mesh=mesh(**axes))
 
 
 def engine(*arguments, seed=0, **keywords):
@@ -71,20 +65,11 @@ def engine(*arguments, seed=0, **keywords):
 
 
 def logits(made, params, tokens=TOKENS):
-    """Float32 logits, computed on one device."""
     return np.asarray(jax.jit(lambda params: made.module(params)(tokens))(jax.device_get(params)))
 
 
 def same(a, b):
-    """Whether two trees are bit-equal."""
-
     def plain(x):
         return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
     return jax.tree.all(jax.tree.map(lambda x, y: bool((plain(x) == plain(y)).all()), a, b))
-
-
-def refused(call, *words):
-    with pytest.raises(jzero.ConfigError) as error:
-        call()
-    assert [word for word in words if word not in str(error.value)] == [], str(error.value)

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.refusals import says
 from helpers.sampling import some
-from llamas import GROUPED, TOKENS, engine, logits, model, refused, same, step
+from llamas import GROUPED, TOKENS, engine, logits, model, same, step
 from safetensors.numpy import load_file
 
 import jzero
@@ -25,7 +26,6 @@ BATCH = {"inputs": TOKENS, "labels": TOKENS}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A directory with a Llama without adapters, and its engine."""
     made, path = engine(model(GROUPED), seed=3), tmp_path_factory.mktemp("base")
     weights.save(made.state.params, made.step_fn, path, "model.safetensors", np.dtype("float32"))
     return path, made
@@ -43,7 +43,6 @@ def tuned(base, shape=ALL, **layout):
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory, base):
-    """(a directory with adapters, their engine)."""
     path, made = tmp_path_factory.mktemp("adapter"), tuned(base, SOME)
     made.save_adapters(path)
     return path, made
@@ -124,7 +123,7 @@ def test_checkpoints(tmp_path, base, layout):
         f"model.layers.{i}.{module}.weight" for i in range(4) for module in ("self_attn.v_proj", "mlp.gate_proj")
     }
     words = "was saved without", "ends.embed", "jzero export --adapters"
-    refused(lambda: weights.export(tmp_path / "small", tmp_path / "none"), *words)
+    says(lambda: weights.export(tmp_path / "small", tmp_path / "none"), *words)
 
 
 @pytest.mark.slow
@@ -133,7 +132,7 @@ def test_merged_weights_do_not_count_adapters_twice(tmp_path, base):
     made.save_16bit_model(tmp_path)
     for path in (tmp_path, base[0]):  # nothing in the files says which of them is merged
         words = ["lacks the adapters", "lora_b", "not zero", "into a new engine"]
-        refused(lambda path=path: made.load_weights(path), *words)
+        says(lambda path=path: made.load_weights(path), *words)
     twin.load_weights(tmp_path)
     assert float(twin.eval_batch(BATCH)) == pytest.approx(float(made.eval_batch(BATCH)), rel=1e-3)  # bfloat16 files
     before = jax.device_get(made.state.params)
@@ -158,7 +157,6 @@ def loss_fn(module, batch, rng):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """(directory of a classifier's weights, its engine, the engine of a wrapped one)."""
     path = tmp_path_factory.mktemp("classifier")
     plain = engine(jzero.from_flax(Classifier, loss_fn), seed=5)
     weights.save(plain.state.params, plain.step_fn, path, "model.safetensors", np.dtype("float32"))
@@ -174,9 +172,6 @@ def test_renamed_prefixes(classifier):
     assert same(wrapped.state.params, expected)
     params = weights.load(path, wrapped.step_fn, rename={"base_module/": ""}, missing=["lora_"])
     assert same(wrapped.step_fn.init(wrapped._rng, params).params, expected)
-
-
-# ------------------------------------------------------------------------------------------- mistakes
 
 
 WRONG = [
@@ -195,30 +190,30 @@ WRONG = [
 @pytest.mark.parametrize(("options", "words"), WRONG)
 def test_refused_names(classifier, options, words):
     path, _, wrapped = classifier
-    refused(lambda: weights.load(path, wrapped.step_fn, **options), words)
+    says(lambda: weights.load(path, wrapped.step_fn, **options), words)
 
 
 def test_refused_adapters(tmp_path, base, adapter):
     path, made = adapter
-    refused(lambda: weights.load(path, made.step_fn), "adapters alone", "pass them as params")
-    refused(lambda: base[1].load_weights(path), "the model has none", "lora=LoRAConfig")
+    says(lambda: weights.load(path, made.step_fn), "adapters alone", "pass them as params")
+    says(lambda: base[1].load_weights(path), "the model has none", "lora=LoRAConfig")
     other = step(model(replace(SOME, lora=replace(SOME.lora, lora_alpha=8))))
     params = made.state.params
-    refused(lambda: weights.load(path, other, params=params), "lora_alpha = 6, not 8; give the decoder the lora=")
+    says(lambda: weights.load(path, other, params=params), "lora_alpha = 6, not 8; give the decoder the lora=")
     other = step(model(replace(SOME, lora=replace(SOME.lora, target_modules=["q_proj"]))))
     missing = "missing base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (4, 32)"
-    refused(lambda: weights.load(path, other, params=params), missing, "and 16 more")
+    says(lambda: weights.load(path, other, params=params), missing, "and 16 more")
     both = tmp_path / "both"
     made.save_16bit_model(both)
     made.save_adapters(both)
-    refused(lambda: made.load_weights(both), "adapter_model.safetensors next to other weights", "pass the file")
+    says(lambda: made.load_weights(both), "adapter_model.safetensors next to other weights", "pass the file")
     others = made.step_fn.init(jax.random.key(7), weights.load(base[0], made.step_fn)).params
     loaded = weights.load(both / "adapter_model.safetensors", made.step_fn, params=others)
     assert same(loaded, params)
     assert not same(others, params)
-    refused(lambda: base[1].save_adapters(tmp_path / "no"), "no adapters", "lora=LoRAConfig", "transformers has")
+    says(lambda: base[1].save_adapters(tmp_path / "no"), "no adapters", "lora=LoRAConfig", "transformers has")
     base[1].save_checkpoint(tmp_path / "plain").wait()
-    refused(lambda: weights.export(tmp_path / "plain", tmp_path / "no", adapters=True), "no adapters")
+    says(lambda: weights.export(tmp_path / "plain", tmp_path / "no", adapters=True), "no adapters")
     assert not (tmp_path / "no").exists()
 
 
@@ -230,7 +225,7 @@ def test_adapters_alone_are_refused_where_more_is_trained(tmp_path):
     made.save_checkpoint(tmp_path / "run").wait()
     for save in (made.save_adapters, lambda out: weights.export(tmp_path / "run", out, adapters=True)):
         words = ["ends/embed is trained too", '"trainable_parameters": ["lora_"]']
-        refused(lambda save=save: save(tmp_path / "no"), *words)
+        says(lambda save=save: save(tmp_path / "no"), *words)
     assert not (tmp_path / "no").exists()
     made.save_16bit_model(tmp_path / "merged")
     weights.export(tmp_path / "run", tmp_path / "exported")

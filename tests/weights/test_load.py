@@ -7,7 +7,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from llamas import TOKENS, Net, engine, refused, same, step
+from helpers.refusals import says
+from llamas import TOKENS, Net, engine, same, step
 from safetensors.numpy import load_file, save_file
 
 from jzero import weights
@@ -19,7 +20,6 @@ FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """(an export, the engine of its checkpoint)."""
     path = tmp_path_factory.mktemp("exported")
     made = engine(seed=1)
     made.save_checkpoint(path / "ckpt").wait()
@@ -34,7 +34,6 @@ def copy(tmp_path, exported):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The sizes in bytes of all reads."""
     sizes, windows = [], File.windows
 
     def spy(self, name, box):
@@ -122,9 +121,6 @@ def test_init_copies_the_params_unless_they_are_given_up():
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
 
 
-# ------------------------------------------------------------------------------------------- mistakes
-
-
 def rewrite(directory, change):
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -147,7 +143,7 @@ def test_tensors_of_another_model(copy):
     made = engine()
     before = made.state
     rewrite(copy, change)
-    refused(
+    says(
         lambda: made.load_weights(copy),
         "another model: missing model.layers.2.self_attn.q_proj.weight (32, 32), extra "
         "model.layers.0.rotary (4,), extra model.norm.bias (32,), lm_head",
@@ -156,7 +152,7 @@ def test_tensors_of_another_model(copy):
     )
     assert made.state is before
     params = before.params | {"ends": before.params["ends"] | {"embed": before.params["ends"]["embed"][1:]}}
-    refused(lambda: step().init(jax.random.key(0), params), "ends/embed is (63, 32), not (64, 32)")
+    says(lambda: step().init(jax.random.key(0), params), "ends/embed is (63, 32), not (64, 32)")
 
 
 @pytest.mark.parametrize(
@@ -177,17 +173,17 @@ def test_a_config_of_another_model(copy, change, words):
     changed = {key: value for key, value in config.items() if value is not ...} if change else []
     (copy / "config.json").write_text(json.dumps(changed))
     if words:
-        refused(lambda: weights.load(copy, step()), words)
+        says(lambda: weights.load(copy, step()), words)
     else:
         weights.load(copy, step())
 
 
 def test_what_is_no_directory_of_weights(tmp_path):
-    refused(lambda: weights.load(tmp_path / "nowhere", step()), "no such directory or .safetensors file")
-    refused(lambda: weights.load(tmp_path, step()), "contains no *.safetensors")
+    says(lambda: weights.load(tmp_path / "nowhere", step()), "no such directory or .safetensors file")
+    says(lambda: weights.load(tmp_path, step()), "contains no *.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     words = "contains pytorch_model.bin: read pytorch_model*.bin with engine.load_checkpoint, or"
-    refused(lambda: weights.load(tmp_path, step()), words)
+    says(lambda: weights.load(tmp_path, step()), words)
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(1500, marks=pytest.mark.slow)])
@@ -206,6 +202,6 @@ def test_no_damaged_byte_gives_other_weights(copy, exported, number):
             block = good[at - some // 2 :][: len(block)]
         file.write_bytes(good[:at] + block + good[at + len(block) :])
         if file.read_bytes() != good:
-            refused(lambda: weights.load(copy, made), file.name)
+            says(lambda: weights.load(copy, made), file.name)
         file.write_bytes(good)
     assert same(weights.load(copy, made), exported[1].state.params)

@@ -60,7 +60,6 @@ def is_adapter(path):
 
 @cache
 def reference():
-    """(losses, parameters after the last step) of plain Flax and optax, on one device and in float32."""
     graph, start = nnx.split(build(nnx.Rngs(jax.random.key(0))))
     labels = jax.tree_util.tree_map_with_path(lambda path, _: is_adapter(path), start)
     adamw = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(1e-2, weight_decay=0.1))

@@ -1,8 +1,4 @@
-"""What a layer keeps for its backward pass, against every choice that there is, and against bytes counted by hand.
-
-`minimum` tries all sets of variables. That a layer computes the right gradients from what it keeps, the comparisons
-with plain loops show (`test_oracle`, `test_model`, `test_pipeline`).
-"""
+"""What a layer keeps for its backward pass, against every choice that there is, and against bytes counted by hand."""
 
 import re
 from itertools import chain, combinations, pairwise
@@ -111,7 +107,6 @@ def test_what_attention_reads_is_kept_as_it_is(length):
 
 
 def lean(block, policy=None):
-    """The layer f(w, x, key), which keeps what it must."""
     config = policy and ActivationCheckpointing(policy=policy)
     layer = leanly(lambda pair: pair[0], block, Remat(config, 0, False), unrolled=True, layer=True)
     return lambda w, x: layer((w, ()), x, None)[0]

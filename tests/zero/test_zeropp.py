@@ -66,7 +66,6 @@ def test_blocks_with_odd_numbers():
 
 
 def mapped(function, x, out):
-    """Run `function` on 8 devices along `zero`; every device gets an item of x."""
     mesh = Mesh(np.array(jax.devices()), "zero")
     run = jax.shard_map(
         lambda x: function(x[0]), mesh=mesh, in_specs=PartitionSpec("zero"), out_specs=out, check_vma=False
@@ -116,7 +115,6 @@ def step_of(plus, layout, mesh=None, **more):
 
 
 def run(step, steps=10):
-    """(state, losses)."""
     seen, state = train(step, None, batches("decoder")[:steps])
     return state, [*seen[:, 0]]
 
