@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50820,
+    "lines": 50816,
     "files": 274,
     "statements": 29890,
     "Any": 1148,
     "rooms": 40,
     "floors": 16,
-    "arrows": 260,
+    "arrows": 259,
     "functions over 60 lines": 2,
     "functions with more than 7 arguments": 10,
     "public names defined twice": 9,
@@ -34,7 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4177,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 38591,
+    "lines of tests": 36153,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 
@@ -127,7 +127,7 @@ def figures() -> dict[str, int]:
         "docstrings that begin with What, How, Where or Whether": sum(
             bool(re.match(r"(What|How|Where|Whether)\b", text)) for text in docstrings
         ),
-        "lines of tests": sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
+        "lines of tests": 36153sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
     }
 
 
