@@ -34,7 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4177,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 36153,
+    "lines of tests": 36167,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 
@@ -127,7 +127,7 @@ def figures() -> dict[str, int]:
         "docstrings that begin with What, How, Where or Whether": sum(
             bool(re.match(r"(What|How|Where|Whether)\b", text)) for text in docstrings
         ),
-        "lines of tests": 36153sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
+        "lines of tests": sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
     }
 
 
