@@ -78,6 +78,22 @@ def test_a_layer_moves_two_and_two_forward_and_backward(stage, zero):
 
 
 @pytest.mark.slow
+def test_a_llamas_fused_weights_move_nothing_more():
+    """Queries, keys and values are one product, and so are gate and up: a layer moves what it would with them apart."""
+    found = over_tensor(with_tensor(llama(LLAMA), {}))
+    tokens, width, divided = BATCH * SHORT, 64, 6  # divided: embedding, head, and a layer's four kernels
+    assert found == {
+        ("all-gather", "bf16", width * tokens * BF16): 4 * LAYERS + 2,
+        ("reduce-scatter", "bf16", width * tokens * BF16): 4 * LAYERS + 1,
+        ("reduce-scatter", "f32", width * tokens * F32): 1,  # the embedding's lookup, which is in float32
+        ("all-reduce", "bf16", width * BF16): 2 * LAYERS + 1,  # the norms' gradients
+        ("all-gather", "f32", TENSOR * tokens * F32): 1,  # the maximum of the logits
+        ("all-reduce", "f32", tokens * F32): 3,  # the exponentials' sum and the label's logit, and one backward
+        ("all-reduce", "f32", F32 * divided): 1,  # the gradient's norm: one number per parameter
+    }
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_pipeline_sends_this_devices_part_of_the_sequence(tensor):
     """Both ways, with `tensor` 2 half the bytes: activations are divided between layers, and so between stages."""

@@ -1,4 +1,4 @@
-"""Files that say what a change must not change: `pytest tests/golden --update-golden` writes them anew."""
+"""Files that say what a change must not change: their tests write them anew with `--update-golden`."""
 
 import json
 from pathlib import Path
@@ -24,9 +24,7 @@ def check(name: str, found, update: bool) -> None:
         write(name, found)
         return
     if lines := difference(known, found):
-        pytest.fail(
-            "\n".join([f"{name}, for a meant change: pytest tests/golden --update-golden", *lines]), pytrace=False
-        )
+        pytest.fail("\n".join([f"{name}, after a meant change: this test with --update-golden", *lines]), pytrace=False)
 
 
 def difference(known, found, where: str = "") -> list[str]:

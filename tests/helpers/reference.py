@@ -123,6 +123,13 @@ DECODER_LAYOUTS = [
     Layout(s, COUNTS[3 - (s + shift) % 4], (4, 1)[(s + shift) % 2], REMATS[(s + shift) % 3], s % 2 == shift, "fp16")
     for s, shift in product(range(4), (0, 1))
 ]
+MLP_LAYOUTS = [
+    Layout(1, 8, 1, "full"),
+    Layout(3, 2, 1, "matmuls"),
+    Layout(2, 4, 1, "none", precision="bf16"),
+    Layout(3, 8, 4, "none", precision="fp16"),
+    Layout(3, 4, 2, "none", data=2),
+]
 
 
 def cases(layouts):

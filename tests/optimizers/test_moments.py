@@ -59,6 +59,27 @@ def run(step, steps):
     return seen[:, 0], state
 
 
+def arrays(state):
+    return [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
+
+
+def test_the_first_moments_in_bfloat16_are_neighbours_of_the_exact_ones():
+    (_, exact), (_, low) = (run(shared_step(3, dtype), 1) for dtype in ("fp32", "bf16"))
+    assert {x.dtype for x in arrays(low)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(low.params)} == {jnp.dtype(jnp.float32)}
+    up = nearest = 0
+    for a, b in zip(arrays(exact), arrays(low), strict=True):
+        a, b = np.asarray(a), np.asarray(b, np.float64)
+        toward, beyond = neighbours_in_16_bits(a)
+        assert ((b == toward) | (b == beyond)).all()
+        up += ((b == beyond) & (toward != beyond)).sum()
+        nearest += (b == a.astype(ml_dtypes.bfloat16).astype(np.float64)).sum()
+    between = sum(np.count_nonzero(np.subtract(*neighbours_in_16_bits(np.asarray(a)))) for a in arrays(exact))
+    assert between > 1000
+    assert 0.4 < up / between < 0.6
+    assert nearest < 0.9 * sum(x.size for x in arrays(exact))
+
+
 def test_large_moments_are_in_fp8_and_the_others_in_float32():
     state = shared_step(2).init(jax.random.key(0))
     of_state, params = named(state.opt_state), named(state.params)

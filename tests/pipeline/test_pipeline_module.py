@@ -378,10 +378,15 @@ def test_switched_is_the_module(boundaries, key):
     assert min(np.abs(g).max() for g in jax.tree.leaves(expected[1])) > 1e-3
 
 
-def test_the_backward_pass_of_a_switch_keeps_its_arguments_alone():
+def test_the_buffers_of_a_switch_and_what_its_backward_pass_keeps():
     params, inputs = MODEL.init(KEY), Inputs((INPUTS, Y))
     prefix, chunk, _ = switched_at(MODEL, [0, 2, 5], params, inputs)
-    arguments = params, x, *_ = params, prefix(inputs), jnp.int32(1), KEY
+    x = prefix(inputs)
+    assert {kind: (v.shape, v.dtype) for kind, v in x.items()} == {
+        "float": ((4 * (16 + 1 + 3),), jnp.float32),  # the longest: h, more[1] and half
+        "other": ((4 * (3 + 1 + 1),), jnp.int32),
+    }
+    arguments = params, x, jnp.int32(1), KEY
     _, pullback = jax.vjp(lambda params, x: chunk(params, x, *arguments[2:])[0], params, x)
     kept = {(v.shape, v.dtype) for v in jax.tree.leaves(pullback)}
     assert kept

@@ -93,6 +93,10 @@ def test_the_stored_report(name, pytestconfig):
     assert not re.search(r"[ \t]$", text, re.M)
 
 
+def test_each_stored_report_is_of_a_row():
+    assert snapshots.read("reports.json").keys() == REPORTS.keys()
+
+
 def test_every_flax_wrapper_forwards_the_models_notes():
     def notes(self, dtype):
         return [f"computes in {dtype}"]

@@ -11,6 +11,7 @@ from helpers.reference import (
     DECODER_LAYOUTS,
     HSDP_LAYOUTS,
     LLAMA_LAYOUTS,
+    MLP_LAYOUTS,
     REMATS,
     Layout,
     batches,
@@ -47,6 +48,11 @@ def test_llama(layout):
 @cases(sample([*PAIRS, *FP16], strength=1))
 def test_decoder(layout):
     check_against_reference("decoder", layout)
+
+
+@cases(keep(MLP_LAYOUTS, []))  # model/test_from_flax trains models without a stack by default
+def test_mlp(layout):
+    check_against_reference("mlp", layout)
 
 
 # The leaves have 16, 256 and 1,024 elements.
