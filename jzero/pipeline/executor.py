@@ -28,8 +28,7 @@ from jzero.mesh import PIPE
 from jzero.model import ENDS, STACK, Inputs, fold, replace_state
 from jzero.passes.sequential import DeviceWeights, PassFacts
 from jzero.passes.stack import StackView, fetch_params
-from jzero.pipeline import carry as buffers
-from jzero.pipeline.carry import Carry, from_stage, select, send
+from jzero.pipeline.carry import Carry, check_chain, from_stage, needs_former, select, send
 from jzero.pipeline.schedules import Program, Runs, count
 from jzero.precision import Precision
 from jzero.tracing.chunk import Chunk, split_floats
@@ -128,11 +127,11 @@ class Execution:
         self.x = jax.eval_shape(lambda: self.prefix(ends(), part, key)[0])
         pair, context = jax.eval_shape(self.weights, 0), jax.eval_shape(self.context, 0, 0, 0)
         state = jax.eval_shape(lambda: self.of_piece(self.state[STACK], 0))
-        buffers.check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
+        check_chain(self.x, jax.eval_shape(self.layers, pair, state, self.x, context)[0])
         self.sums = jax.eval_shape(lambda x: self.stages.read(self.suffix(ends(), x, part, key)[0]), self.x)
         if self.cotangents is not None:
             first, last = (lambda ends: self.prefix(ends, part, key)), lambda ends, x: self.suffix(ends, x, part, key)
-            self.keeps_former = buffers.needs_former(first, last, jax.eval_shape(ends), self.x, self.layouts[ENDS])
+            self.keeps_former = needs_former(first, last, jax.eval_shape(ends), self.x, self.layouts[ENDS])
             self.chunk = Chunk(self.layers, (pair, state, self.x, context), split=self.program.rest > 0)
 
     def result(self) -> tuple[PyTree, Sums, PyTree]:

@@ -305,7 +305,7 @@ def of_operation(op: Instruction, scope: Computation) -> Traffic:
 
 
 def of_slots(op: Instruction, scope: Computation) -> Traffic:
-    """Count the bytes of a kernel that touches one slot of its buffers; those among its results are not read."""
+    """Count the bytes of a kernel that touches one slot of buffers on the device; those it returns are not read."""
 
     def touched(arrays: Iterable[Array]) -> list[float]:
         return [x.bytes / (x.dims[0] if len(x.dims) == 4 else 1) for x in arrays]

@@ -99,16 +99,16 @@ class Options:
             parse_size(str(self.memory), "--memory")  # a number would be bytes
         merged_sections(base_config(1, 1.0, self, "lora", 1), self.config)  # raises before a model is read
 
-    def find_recipe(self) -> Recipe | None:
+    def adapter_recipe(self) -> Recipe | None:
         """Return the recipe, or raise a ConfigError if it is none of adapters."""
         found = find_recipe(self.recipe) if self.recipe else None
         if found and not found.adapters:
-            raise ConfigError(f"--recipe {self.recipe}: pretrains; name a lora or qlora recipe, or use --method full")
+            raise ConfigError(f"--recipe {self.recipe}: pretrains; name one of lora or qlora, or leave it out")
         return found
 
     def of_recipe(self, kind: str) -> Raw:
         """Return what the recipe decides of a tuning on such samples: the options that are left open."""
-        found = self.find_recipe()
+        found = self.adapter_recipe()
         given = found.options if found else {}
         kept = {"lr"} if kind == PREFERENCES else ()  # a recipe's rate is one of next tokens
         return {name: given[name] for name in given if name not in kept and getattr(self, name) is None}
@@ -274,7 +274,7 @@ def base_config(batch: int, rate: float, o: Options, method: Method, devices: in
         "seed": o.seed,
         **({} if method == "full" else {"trainable_parameters": ["lora_"]}),
     }
-    kept = recipe.config if (recipe := o.find_recipe()) else {}
+    kept = recipe.config if (recipe := o.adapter_recipe()) else {}
     return merged(own | {key: kept[key] for key in kept if key not in DECIDED}, {RATE: rate})
 
 

@@ -18,7 +18,7 @@ from jzero.tree import PyTree, replaced
 
 Arrays = list[jax.Array]
 Index = jax.Array | int
-_VIEWS = ("reshape", "squeeze", "expand_dims")
+_VIEWS = ("reshape", "squeeze")
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -77,10 +77,10 @@ def run_into_slot(
 
     def copy(eqn: Equation, xs: Arrays, there: dict[int, int]) -> Sequence[jax.Array]:
         nonlocal stash
-        new = {i: n for i, n in there.items() if n not in copied}
-        found, buffers = map_parts_in_slot(eqn, xs, slot, {}, {i: stash[n] for i, n in new.items()})
-        stash = replaced(stash, list(new.values()), buffers)
-        copied.update(new.values())
+        new = {n: i for i, n in there.items() if n not in copied}  # of two views of one, one
+        found, buffers = map_parts_in_slot(eqn, xs, slot, {}, {i: stash[n] for n, i in new.items()})
+        stash = replaced(stash, list(new), buffers)
+        copied.update(new)
         return found
 
     read = program.run(program.eqns, program.inputs, values, _at_kernels(program, waiting, stash, copy))
@@ -102,8 +102,11 @@ def run_from_slot(f: Callable, stash: Arrays, slot: Index) -> PyTree:
 
 
 def _at_kernels(program: Equations, waiting: Sequence[Variable], stash: Arrays, run: Callable) -> Callable:
-    """Make the function that runs an equation: by `run(equation, operands, {operand: number in waiting})` a kernel with
-    operands that are views of what waits on the device."""
+    """Make the function that runs an equation.
+
+    A kernel with operands that are views of what waits on the device runs by `run(equation, operands, {operand: number
+    in waiting})`.
+    """
     origin: dict[Variable, Variable] = {}
     for eqn in program.eqns:
         if eqn.primitive.name in _VIEWS and not is_constant(v := eqn.invars[0]):

@@ -18,6 +18,7 @@ from jzero.kernels.fusion.elementwise import Elementwise, erfc
 from jzero.kernels.fusion.parts import map_parts
 from jzero.pipeline.vocab_parallel import cross_entropy
 from jzero.planner import gpu_devices
+from jzero.tracing.chunk import Chunk
 
 EPS = {jnp.float32: 2e-6, jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 
@@ -196,6 +197,35 @@ def test_the_kernel_reads_and_writes_slots(buffers):
         kernel = parts.tiled_map_parts(mixed, *xs, *whole.values(), results=results, index=slot, copied=(*whole,))
         for found in (kernel[len(counts) :], parts.map_parts_in_slot(eqn, xs, slot, {}, whole)[1]):
             assert all((a == b).all() for a, b in zip(found, new.values(), strict=True))
+
+
+def test_a_chunk_reads_and_writes_its_slot():
+    """As it does with arrays beside the buffers; what waits in other slots stays."""
+
+    def layers(weights, state, x, context):
+        for gate_up, down in weights[0]:
+            gate, up = jnp.split(x @ gate_up, 2, axis=-1)
+            x = x + (jax.nn.silu(gate) * up) @ down
+        return x, state
+
+    *weights, x, dy = numbers((16, 128), (64, 16), (16, 128), (64, 16), (4, 8, 16), (4, 8, 16))
+    operands = (list(zip(weights[::2], weights[1::2], strict=True)), []), (), x, ()
+    chunk = Chunk(layers, operands)
+    (y, _), kept = chunk.forward(*operands)
+    gradients = chunk.backward(operands[0], (), kept, dy)
+    names = [eqn.primitive.name for eqn in chunk.program.eqns]
+    assert names.count("map_parts") == 2
+    stash = [jnp.full((3, *x.shape), 7, x.dtype) for x in kept]
+    trace = jax.make_jaxpr(lambda stash: chunk.forward_into(stash, jnp.int32(1), *operands))(stash)
+    assert [eqn.primitive.name for eqn in trace.eqns].count("map_parts_in_slot") == 2
+    (found, _), stash = chunk.forward_into(stash, jnp.int32(1), *operands)
+    assert (found == y).all()
+    for buffer, expected in zip(stash, kept, strict=True):
+        assert (buffer == jnp.full_like(buffer, 7).at[1].set(expected)).all()
+    back = lambda stash: chunk.backward_from(stash, jnp.int32(1), operands[0], (), dy)  # noqa: E731
+    assert [eqn.primitive.name for eqn in jax.make_jaxpr(back)(stash).eqns].count("map_parts_in_slot") == 2
+    for a, b in zip(*map(jax.tree.leaves, (back(stash), gradients)), strict=True):
+        assert (a == b).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)

@@ -146,7 +146,7 @@ def scanned(name, **layout):
 ODD = "mesh.tensor = 2 does not divide the sequence of 3 between layers"
 # The price is that of the trace: a layer's queries [16, 8, 4, 8] whole, in float32, of two layers.
 GATHERED = rf"XLA's own attention at attention.py:\d+ gathers .* over context, {BATCH * 8 * 4 * 8 * 8 // 1024}.0 KiB"
-TILES = r"2 tiles of the sequence of 8 at decoder\w*.py:.*: mesh.context = 4 and mesh.tensor = 2 do not divide a tile"
+TILES = r"2 tiles of the sequence of 8 at \w+.py:.*: mesh.context = 4 and mesh.tensor = 2 do not divide a tile"
 WHOLE = r"ran on whole arrays: {} \(test_tensor_report\.py:{}\)"
 LINE = inspect.getsourcelines(Incomplete.loss)[1] + 1
 BOTH, X, MIXED = {"tensor": 2, "context": 2}, {"x": np.ones((BATCH, 8), np.float32)}, jnp.zeros((8, 8), jnp.int32)

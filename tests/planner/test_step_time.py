@@ -82,6 +82,16 @@ def test_a_grouped_product_leaves_out_padding(scopes, parts, time):
     assert (t.step_s, t.flops) == (pytest.approx(time), 2e9 / parts)
 
 
+@pytest.mark.parametrize(("slots", "moved"), [(1, 4 * 2e6), (5, 4 * 2e6)])
+def test_a_kernel_in_a_slot_moves_one_of_them(slots, moved):
+    """It reads two arrays and one slot, and writes a result and a slot."""
+    buffers = f"bf16[{slots},1000,1,1000]{{3,2,1,0}}"
+    call = f'({X}, {buffers}) custom-call(%x, %r, %u), custom_call_target="__gpu$xla.gpu.triton"'
+    lines = [f"%r = {buffers} parameter(3)", f"%u = {buffers} parameter(4)"]
+    lines.append(f'%a = {call}, metadata={{op_name="jit(f)/map_parts_in_slot/pallas_call"}}')
+    assert step_time(program(*lines), RATES).bytes == moved
+
+
 W, ROW = "f32[1000,1000]{1,0}", "f32[1,1000]{1,0}"
 
 

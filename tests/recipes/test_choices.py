@@ -39,7 +39,7 @@ from models.byte_tokenizer import byte_tokenizer
         ({"length": 4096, "pack": True}, "1 row of 4,096 tokens, too few for a step on 8 devices and"),
         ({"length": 4096, "batch": 8, "pack": True}, "smaller than the 1 row of chat.jsonl"),
         ({"recipe": "llama3-8b-lora-2xh100"}, "one of jzero recipes; did you mean 'llama3-8b-lora-"),
-        ({"recipe": "llama3-8b-pretrain-8xh100"}, "pretrains; name a lora or qlora recipe, or use --method full"),
+        ({"recipe": "llama3-8b-pretrain-8xh100"}, "pretrains; name one of lora or qlora, or leave it out"),
         ({"config": RECIPE.config}, "--config has trainable_parameters: give it as --method; a whole recipe as"),
         ({"method": "qlora", "quantize": "fp4"}, "--quantize fp4: must be one of nf4, int8"),
         ({"method": "full", "rank": 8}, "--rank 8: is for --method lora and qlora, and not used here"),

@@ -54,9 +54,9 @@ class Pullback:
         return [found[i] for i in self.operands]
 
 
-def each(xs: Sequence[Any], at: Any = slice(None)) -> list[jax.Array]:
-    """Return these rows of all parts [M, N] of arrays [M, P, N], or of references to them in a kernel, in float32."""
-    return [x[at, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])]
+def each(xs: Sequence[Any]) -> list[jax.Array]:
+    """Return all parts [M, N] of arrays [M, P, N], or of references to them in a kernel, in float32."""
+    return [x[:, p].astype(jnp.float32) for x in xs for p in range(x.shape[1])]
 
 
 def is_elementwise(eqn: Equation, dtype: jnp.dtype) -> bool:

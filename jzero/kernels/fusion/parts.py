@@ -77,12 +77,13 @@ def map_parts_in_slot(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Compute a `map_parts` with operands from a slot of buffers, and copy others into it, all in one pass over memory.
 
-    A kernel takes whole arrays: XLA would copy the slot before it, whose index only the device knows.
+    A kernel takes whole arrays: XLA would copy the slot before it, whose index only the device knows. It still does for
+    buffers of 2^31 numbers or more, beyond the kernel's 32-bit places.
 
     Args:
       eqn: of `map_parts`, in a trace.
       xs: its operands.
-      index: of the slot, int32.
+      index: of the slot, an integer.
       reads: by their numbers, the operands' buffers [S, ...] to read instead.
       copies: by their numbers, the operands' buffers to copy to.
 
@@ -220,11 +221,12 @@ def tiled_map_parts(
 def _compute_tiles(
     f: Callable, tiles: Tiles, ins: Sequence[Ref], outs: Sequence[Ref], slot: jax.Array | int, copies: dict[int, Ref]
 ) -> None:
-    """Compute a program's tiles, and copy operands, by their numbers, into a slot of buffers.
+    """Compute a program's tiles, and copy operands into a slot of buffers.
 
     Args:
       ins: the operands: [rows * steps, P, columns], [1, P, columns] or buffers [S, M, P, N].
-      outs: the results alike, but no buffers; copies: buffers.
+      outs: the results alike, but no buffers.
+      copies: by their numbers, the operands' buffers.
     """
     results = [(ref, p) for ref in outs for p in range(ref.shape[1])]
     biases = [each([ref]) if ref.shape[:-2] == (1,) else None for ref in ins]
