@@ -58,7 +58,9 @@ def pytest_addoption(parser):
     parser.addoption("--matrix-part", metavar="K/N", help="of the tests marked `matrix` run numbers K, K + N, ...")
     parser.addoption("--long-part", metavar="K/N", help="the same of the other slow tests, but those of the pages")
     parser.addoption(
-        "--update-golden", action="store_true", help="write the stored outcomes of the chosen tests anew, after a meant change; without -n"
+        "--update-golden",
+        action="store_true",
+        help="write the stored outcomes of the chosen tests anew, after a meant change; without -n",
     )
 
 

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50816,
+    "lines": 50820,
     "files": 274,
-    "statements": 29890,
-    "Any": 1148,
+    "statements": 29889,
+    "Any": 1147,
     "rooms": 40,
     "floors": 16,
     "arrows": 259,
@@ -34,7 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4177,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 36167,
+    "lines of tests": 36313,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 
