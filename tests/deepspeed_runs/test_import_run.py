@@ -152,7 +152,7 @@ def test_the_batch_that_the_files_say(pytestconfig):
         counters = {"global_steps": 20, "global_samples": 160, "dp_world_size": case["dp_world_size"]}
         return deepspeed_batch(counters, case["config"])
 
-    check_cases(Path(__file__).with_name("batches.jsonl"), outcome, pytestconfig)
+    check_cases(Path(__file__).with_name("stored_batches.jsonl"), outcome, pytestconfig)
 
 
 def test_a_rename_of_another_form(runs_of_deepspeed, tmp_path, command, capsys):

@@ -153,6 +153,8 @@ def test_capacity(factor, min_capacity):
     routing, plain = (f(logits(), 2, **options) for f in (route, plain_route))
     assert routing.capacity == min(max(min_capacity, int(np.ceil(12 * 2 / 6 * factor))), 12)
     np.testing.assert_array_equal(routing.slots < routing.capacity, plain.kept)
+    for row in np.stack([routing.experts, routing.slots], -1).reshape(3, -1, 2):  # no two tokens in one slot
+        assert len(np.unique(row, axis=0)) == len(row)
     assert float(routing.drop_rate) == pytest.approx(float(plain.drop_rate))
     assert (plain.drop_rate > 0) == (factor < 10)
 

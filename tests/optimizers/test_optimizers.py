@@ -267,7 +267,7 @@ def engine(stage, **more):
     return jzero.initialize(model=model, config=settings(ROWS, stage, **more), mesh=mesh())[0]
 
 
-def test_it_is_the_average_of_the_steps_and_resumes(tmp_path):
+def test_the_moving_average_is_that_of_the_steps_and_resumes(tmp_path):
     run, resumed = (engine(stage, frozen_parameters=["bias"]) for stage in (3, 2))
     ema = jax.device_get(run.state.params)
     for i, x in enumerate(X):
@@ -294,12 +294,12 @@ def test_it_is_the_average_of_the_steps_and_resumes(tmp_path):
     np.testing.assert_array_equal(run.state.opt_state.ema["kernel"], kernel)
 
 
-def test_it_is_float32_beside_half_masters():
+def test_the_moving_average_is_float32_beside_half_masters():
     run = engine(2, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
     assert run.state.params["kernel"].dtype == jnp.bfloat16
     assert run.state.opt_state.ema["kernel"].dtype == jnp.float32
 
 
-def test_without_the_section_it_is_an_error():
+def test_the_moving_average_without_its_section_is_an_error():
     refuses(lambda: engine(0, ema=None).eval_batch({"x": X[0]}, ema=True), r'add "ema": {"decay": 0.999}')
     refuses(lambda: engine(0, ema={"decay": 1}), r"ema.decay = 1")

@@ -140,7 +140,7 @@ def test_a_mistake_is_one_line(pytestconfig, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "CORPUS", 100_000)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("text")
-    check_cases(Path(__file__).with_name("mistakes.jsonl"), outcome, pytestconfig)
+    check_cases(Path(__file__).with_name("command_mistakes.jsonl"), outcome, pytestconfig)
 
 
 def test_the_corpus_its_windows_and_its_bigrams():

@@ -1,7 +1,6 @@
-"""PipelineModule: which layers are the stack, Flax's two kinds, shared parameters, switched and cut layers, errors."""
+"""PipelineModule: which layers are the stack, NNX and Linen layers, shared parameters, errors."""
 
 from functools import lru_cache
-from itertools import combinations, pairwise
 
 import chex
 import jax
@@ -12,13 +11,9 @@ from flax import linen, nnx
 from helpers.plain_flax import cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from hypothesis import given
-from hypothesis import strategies as st
 
 import jzero
-from jzero.model import Inputs, StackModel, fold
-from jzero.pipeline.layer_spec import partition_layers
-from jzero.pipeline.layer_switch import switched
+from jzero.model import StackModel, fold
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from jzero.tree import named
 
@@ -342,119 +337,3 @@ def test_errors_of_the_first_step(layers, batch, words):
     if layers is HALF:
         params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     refuses(lambda: model.loss(params, batch, None), words)
-
-
-# ------------------------------------------------------------------ layers of different structure
-
-
-INPUTS = {"x": X, "ids": np.array([2**32 - 1, 0, 1, 2**31], np.uint32)}
-MODEL = pipeline(start, *(LayerSpec(Wide, *size) for size in ((3, 16), (16, 16), (16, 2))), finish, num_stages=3)
-
-
-def switched_at(model, boundaries, params, inputs):
-    return switched(model, boundaries, params, inputs, jax.tree.map(lambda _: False, params))
-
-
-SWITCHED = [([0, 1, 5], None), ([0, 2, 3, 5], KEY), ([0, 1, 2, 3, 4, 5], None), ([0, 5], KEY)]
-
-
-@pytest.mark.parametrize(
-    ("boundaries", "key"), keep(SWITCHED, SWITCHED[1:2]), ids=["2", "3, dropout", "5", "1, dropout"]
-)
-def test_switched_is_the_module(boundaries, key):
-    batch = (INPUTS, Y)
-    assert not MODEL.stack
-    params, inputs = MODEL.init(KEY), Inputs(batch)
-    prefix, chunk, suffix = switched_at(MODEL, boundaries, *jax.eval_shape(lambda *args: args, params, inputs))
-
-    @jax.jit
-    def loss(params):
-        body = lambda x, part: (chunk(params, x, part, key)[0], None)  # noqa: E731
-        x, _ = jax.lax.scan(body, prefix(inputs), jnp.arange(len(boundaries) - 1))
-        return suffix(x, inputs, key)
-
-    expected = jax.jit(jax.value_and_grad(lambda params: MODEL.loss(params, batch, key)))(params)
-    close(jax.value_and_grad(loss)(params), expected)
-    assert min(np.abs(g).max() for g in jax.tree.leaves(expected[1])) > 1e-3
-
-
-def test_the_buffers_of_a_switch_and_what_its_backward_pass_keeps():
-    params, inputs = MODEL.init(KEY), Inputs((INPUTS, Y))
-    prefix, chunk, _ = switched_at(MODEL, [0, 2, 5], params, inputs)
-    x = prefix(inputs)
-    assert {kind: (v.shape, v.dtype) for kind, v in x.items()} == {
-        "float": ((4 * (16 + 1 + 3),), jnp.float32),  # the longest: h, more[1] and half
-        "other": ((4 * (3 + 1 + 1),), jnp.int32),
-    }
-    arguments = params, x, jnp.int32(1), KEY
-    _, pullback = jax.vjp(lambda params, x: chunk(params, x, *arguments[2:])[0], params, x)
-    kept = {(v.shape, v.dtype) for v in jax.tree.leaves(pullback)}
-    assert kept
-    assert kept <= {(v.shape, v.dtype) for v in jax.tree.leaves(arguments)}
-
-
-def test_switched_refuses_what_it_cannot_pack():
-    model = pipeline(lambda x: x + 1j, jnp.abs)
-    refuses(lambda: switched_at(model, [0, 1, 2], {}, Inputs((X, Y))), "complex64 cannot go from stage to stage")
-
-
-# ------------------------------------------------------------------------------------------- cutting layers into parts
-
-
-METHODS = ["uniform", "parameters", "best", "type:a", "type:^A"]
-NAMES = st.sampled_from(["Embed", "Block", "Attention", "relu"])
-LAYERS = st.lists(st.tuples(NAMES, st.integers(0, 20)), min_size=1, max_size=9)
-
-
-def heaviest(weights, boundaries):
-    return max(sum(weights[a:b]) for a, b in pairwise(boundaries))
-
-
-def lightest_possible(weights, parts):
-    n = len(weights)
-    return min(heaviest(weights, [0, *cut, n]) for cut in combinations(range(1, n), parts - 1))
-
-
-def cut(data, method, layers):
-    """Cut layers, of which type:a matches one; return their names and sizes, and the boundaries of the parts."""
-    names, sizes = zip(*[("Attention", 1), *layers], strict=True)
-    parts = data.draw(st.integers(1, len(names)))
-    boundaries = partition_layers(method, names, sizes, parts)
-    assert len(boundaries) == parts + 1
-    assert (boundaries[0], boundaries[-1]) == (0, len(names))
-    assert all(a < b for a, b in pairwise(boundaries))
-    return names, sizes, boundaries
-
-
-@given(LAYERS, st.data(), st.sampled_from(METHODS))
-def test_every_layer_once_in_order_and_no_cut_better_balanced(layers, data, method):
-    names, sizes, boundaries = cut(data, method, layers)
-    weights = {"parameters": sizes, "type:^A": [int(name == "Attention") for name in names]}.get(method)
-    if weights:
-        assert heaviest(weights, boundaries) == lightest_possible(weights, len(boundaries) - 1)
-
-
-def test_parts_by_hand():
-    names = ["Embed", "Linear", "relu", "Linear", "relu", "Linear"]
-    sizes = [100, 10, 0, 10, 0, 10]
-    assert partition_layers("parameters", names, sizes, 2) == [0, 1, 6]
-    assert partition_layers("best", names, sizes, 2) == [0, 1, 6]
-    assert partition_layers("UNIFORM", names, sizes, 4) == [0, 2, 4, 5, 6]
-    assert partition_layers("type:linear", names, sizes, 3) == [0, 3, 5, 6]  # an activation stays with what it follows
-    assert partition_layers("type:lin|emb", names, sizes, 2) == [0, 3, 6]
-    assert partition_layers("type:^LINEAR$", names, sizes, 3) == partition_layers("type:linear", names, sizes, 3)
-
-
-@pytest.mark.parametrize(
-    ("method", "parts", "words"),
-    [
-        ("profile", 2, "partition_method 'profile' is unknown.*'parameters'.*'best'.*'uniform'.*'type:regex'"),
-        ("type:conv", 2, "'type:conv' matches no layer: the class names are Embed, Block$"),
-        ("type:(", 2, "is not a regex: "),
-        ("uniform", 4, r"4 parts \(num_stages x chunks\) exceed the layers: there are 3 layers, ask for 1 to 3"),
-        ("parameters", 0, r"0 parts .* are too few: there are 3 layers, ask for 1 to 3"),
-    ],
-)
-def test_parts_that_cannot_be(method, parts, words):
-    with pytest.raises(jzero.ConfigError, match=words):
-        partition_layers(method, ["Embed", "Block", "Block"], [1, 2, 2], parts)

@@ -118,7 +118,7 @@ def test_rate_and_row(row):
     assert _rate_and_row(short, long, (1024, 16384)) == pytest.approx((300e12, row), rel=1e-9, abs=1e-6)
 
 
-def test_command(monkeypatch, tmp_path, capsys):
+def test_calibrate_command(monkeypatch, tmp_path, capsys):
     path = tmp_path / "rates.json"
     monkeypatch.setattr(calibrate, "hot_seconds", lambda *args, **kwargs: pytest.fail("measured"))
     assert cli.main(["calibrate", "--out", str(path)]) == 2

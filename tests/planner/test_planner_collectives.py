@@ -1,29 +1,17 @@
-"""What programs contain: collectives that are known from the source, and products in float32, counted by hand."""
+"""The list of collectives against programs whose collectives are known from their source."""
 
-import contextlib
-import os
-import re
-import sysconfig
-from functools import partial
-
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from helpers.cuda import needs_cuda_compiler, on_gpu
+from helpers.cuda import needs_cuda_compiler
 from helpers.hlo_programs import program
 from helpers.refusals import refuses
-from helpers.steps import settings
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import jzero
 from jzero.planner import collectives, gpu_devices
-from jzero.planner.traced_operations import matmuls
-from jzero.tracing.source_lines import LAYERS, LIBRARIES, MODEL, _whose
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 WHOLE = P()
@@ -223,131 +211,3 @@ def test_a_computation_reached_twice_counts_twice_and_an_operation_of_two_dtypes
     gather = "%g = (f32[64]{0}, bf16[32]{0}) all-gather(%p, %h), replica_groups={}, dimensions={0}"
     rows = collectives(module("%h = bf16[4]{0} convert(%p)", gather))
     assert [(r.dtype, r.operands, r.bytes) for r in rows] == [("f32", 1, 256), ("bf16", 1, 64)]
-
-
-BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def count(f, *args):
-    return matmuls(jax.jit(f).trace(*args))
-
-
-A, B = jnp.ones((8, 16)), jnp.ones((16, 4))
-HALF_A, HALF_B = A.astype(BF16), B.astype(BF16)
-ONCE = 2 * 8 * 16 * 4
-with_algorithm = [partial(jnp.matmul, precision=lax.DotAlgorithmPreset[f"BF16_BF16_F32{x}"]) for x in ("", "_X3")]
-
-
-@pytest.mark.parametrize(
-    ("f", "args", "float32", "total", "flops"),
-    [
-        (jnp.matmul, (HALF_A, B), 1, 1, ONCE),
-        (partial(jnp.matmul, preferred_element_type=F32), (HALF_A, HALF_B), 0, 1, ONCE),
-        (with_algorithm[0], (A, B), 0, 1, ONCE),
-        (with_algorithm[1], (A, B), 1, 1, ONCE),
-        (partial(jnp.einsum, "bij,bkj->bik"), (jnp.ones((3, 5, 7)), jnp.ones((3, 9, 7))), 1, 1, 2 * 3 * 5 * 7 * 9),
-        (jnp.matmul, (jnp.ones((8, 8), int), jnp.ones((8, 8), int)), 0, 0, 0),
-        (lambda a, b: lax.scan(lambda x, _: (x @ a, None), b, length=6), (jnp.ones((4, 4)), B), 6, 6, 6 * 512),
-        (lambda a, b: (a @ b, a.T @ a)[0], (A, B), 1, 1, ONCE),  # dead code does not run
-        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (A, B), 2, 2, 2 * ONCE),
-        (lax.ragged_dot, (A, jnp.ones((3, 16, 4)), jnp.array([2, 2, 4])), 1, 1, ONCE),
-    ],
-)
-def test_products_and_flops(f, args, float32, total, flops):
-    found = count(f, *args)
-    assert (found.float32, found.count, found.flops) == (float32, total, flops)
-
-
-def test_flops_of_a_convolution_and_its_gradients():
-    """Both gradients of a convolution multiply as often as the convolution, whatever its stride."""
-
-    def conv(x, w):
-        return lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-    x, w = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 2, 3, 5))
-    forward = 2 * (2 * 4 * 4 * 5) * (2 * 2 * 3)
-    assert count(conv, x, w).flops == forward
-    assert count(jax.grad(lambda x, w: conv(x, w).sum(), 0), x, w).flops == forward
-    assert count(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), (0, 1)), x, w).flops == 3 * forward
-
-
-def line(f, below):
-    return f"{f.__name__} (test_planner_collectives.py:{f.__code__.co_firstlineno + below})"
-
-
-def test_products_in_float32_are_listed_by_line():
-    def f(a, b):
-        wide = a @ b
-        half = a.astype(BF16) @ b.astype(BF16)
-        return wide.sum() + half.sum() + (a.T @ a).sum()
-
-    found = count(f, A, B)
-    assert list(found.float32_by_line.items()) == [
-        (line(f, 3), (1, pytest.approx(2 / 3))), (line(f, 1), (1, pytest.approx(1 / 6))),
-    ]  # fmt: skip
-    assert str(found).splitlines()[0] == "2 of 3 matmuls, 83.3% of the FLOPs, in float32"
-
-
-def test_a_model_is_found_wherever_it_is_installed():
-    site = os.path.join(sysconfig.get_path("stdlib"), "site-packages")
-    package = os.path.dirname(jzero.__file__)
-    for library in (os.path.join(package, "pipeline", "vocab_parallel.py"), jax.__file__, contextlib.__file__):
-        assert _whose(library) == LIBRARIES
-    assert _whose(flax.__file__) == LAYERS
-    for model in (os.path.join(site, "bonsai", "vit.py"), os.path.join(package, "models", "vit.py"), __file__):
-        assert _whose(model) == MODEL
-
-
-def test_the_newest_line_of_the_model_counts():
-    def helper(x, w):
-        return x @ w
-
-    def f(x, w):
-        return helper(x, w)
-
-    own = jzero.Operation(helper, lambda group, x, w: None)
-    for caller in (f, lambda x, w: own(x, w)):
-        assert [p.where for p in count(caller, A, B).all] == [line(helper, 1)]
-
-    def f(x, w):  # products inside of JAX's and jzero's functions have the line of the call
-        y, up = jnp.linalg.multi_dot([x, w, w.T]), w[None].repeat(2, 0)
-        return jzero.experts(x[None], jzero.route(y[None, :, :2], 1), up, up.mT).sum()
-
-    for traced in (f, jax.grad(f)):
-        assert {p.where for p in count(traced, A, B).all} == {line(f, 1), line(f, 2)}
-
-
-CALL = re.compile(r'custom-call\(([^)]*)\).*custom_call_target="__(?:cublas|cudnn)')
-DEFINITION = re.compile(r"^\s*(?:ROOT )?(%[\w.-]+) = \(?(\w+)\[", re.M)
-
-
-def library_calls(hlo):
-    """Count the products that cuBLAS and cuDNN compute, and those of them with a float32 operand."""
-    dtypes = dict(DEFINITION.findall(hlo))
-    operands = [[dtypes[name] for name in call.split(", ")[:2]] for call in CALL.findall(hlo)]
-    return len(operands), sum("f32" in pair for pair in operands)
-
-
-class Convolutions(nnx.Module):
-    def __init__(self, rngs):
-        self.first, self.second = (nnx.Conv(a, b, (3, 3), strides=2, rngs=rngs) for a, b in ((3, 32), (32, 64)))
-        self.norms = nnx.List([nnx.BatchNorm(width, rngs=rngs) for width in (32, 64)])
-        self.out = nnx.Linear(64, 128, rngs=rngs)
-
-    def __call__(self, x):
-        for layer, norm in zip((self.first, self.second), self.norms, strict=True):
-            x = nnx.relu(norm(layer(x)))
-        return self.out(x.mean((1, 2)))
-
-
-@pytest.mark.slow
-@on_gpu
-@pytest.mark.parametrize(("auto_cast", "float32"), [("auto", 0), (False, 8)])
-def test_the_gpu_program_has_the_products_that_are_counted(auto_cast, float32):
-    model = jzero.from_flax(Convolutions, lambda net, batch: (net(batch["images"]) ** 2).mean())
-    config = settings(32, bf16={"enabled": True, "auto_cast": auto_cast})
-    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=gpu_devices("h200", 2)))
-    traced = step.trace({"images": jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32)})
-    found = matmuls(traced)
-    assert (found.count, found.float32) == (8, float32)
-    assert library_calls(traced.lower().compile().as_text()) == (8, float32)

@@ -242,7 +242,7 @@ IN_A_STEP = ["llama, packed", "mixture", "bert", "nnx", "linen", "dropping", "la
 
 
 @pytest.mark.parametrize("name", keep(IN_A_STEP, ["llama, packed", "mixture", "dropping", "layers", "unet"]))
-def test_a_train_step(name):
+def test_a_train_step_has_no_primitive_on_whole_arrays(name):
     assert of_step(name).whole == ()
 
 

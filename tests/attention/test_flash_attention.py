@@ -1,0 +1,288 @@
+"""FlashAttention-3: its operands, gradients and limits, with plain JAX as its kernels, and the programs with it."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cuda import needs_cuda_compiler, on_gpu
+from helpers.programs import pairs, traced
+
+import jzero
+from jzero import attention_kernels
+from jzero.attention_kernels import flash_obstacle, kernel_for, kernel_note
+from jzero.planner import Rates, gpu_devices, memory, step_time
+from jzero.planner.advice import _attention
+from jzero.planner.gpus import GPUS
+from jzero.profiling.flops import step_flops
+from models.attention import attend
+from models.decoder import Decoder
+from models.llama import preset
+
+B, H, K, C = 2, 4, 2, 8
+BF16 = jnp.dtype("bfloat16")
+
+# The extra `test` brings it where it has wheels: Linux on x86-64, Python below 3.13.
+needs_flash = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn3_jax") is None, reason="no wheel of flash-attn3-jax"
+)
+LENGTH = 6
+
+
+@partial(jax.jit, static_argnames="scale")
+def attention(q, k, v, scale):
+    """Compute causal attention [B, S, H, C] and the logarithms of its sums of exponentials [B, H, S]."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.where(jnp.tri(q.shape[1]), jnp.einsum("bshc,bthc->bhst", q, k) * scale, -jnp.inf)
+    return jnp.einsum("bhst,bthc->bshc", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, -1)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Let plain JAX play the two kernels, with the operands and results that flash-attn3-jax gives them."""
+    options = {"is_causal": True, "window_size": (-1, -1)}
+
+    def forward(q, k, v, softmax_scale, **more):
+        assert more == options
+        return attention(q, k, v, softmax_scale)
+
+    def backward(gradient, q, k, v, o, sums, softmax_scale, **more):
+        assert more == options
+        expected = attention(q, k, v, softmax_scale)
+        np.testing.assert_allclose(
+            jnp.stack([abs(x - y).max() for x, y in zip(expected, (o, sums), strict=True)]), 0, atol=1e-6
+        )
+        return jax.vjp(lambda *x: attention(*x, softmax_scale)[0], q, k, v)[1](gradient)
+
+    found = SimpleNamespace(bind=forward), SimpleNamespace(bind=backward)
+    monkeypatch.setattr(attention_kernels, "_flash_kernels", lambda: found)
+    return found
+
+
+def arrays(*rows):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(*rows, LENGTH, n, C)).astype("f4") for n in (H, K, K)]
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0), (1, 0, None), (None, None, 2)])
+def test_a_mapped_axis_becomes_rows_of_flash_attention(kernels, dims):
+    """Each entry gets what it gets alone, wherever the mapped axis is."""
+    each = arrays(3, B)
+    given = [x[0] if d is None else np.moveaxis(x, 0, d) for x, d in zip(each, dims, strict=True)]
+    found, out_dims = attention_kernels._mapped(
+        kernels[0], given, dims, softmax_scale=0.3, is_causal=True, window_size=(-1, -1)
+    )
+    assert out_dims == [0, 0]
+    for i in range(3):
+        alone = attention(*(x[0 if d is None else i] for x, d in zip(each, dims, strict=True)), 0.3)
+        for x, y in zip(found, alone, strict=True):
+            np.testing.assert_allclose(x[i], y, atol=1e-6)
+
+
+def test_gradients_of_flash_attention(kernels):
+    xs = arrays(B)
+    found, expected = (
+        jax.vjp(f, *xs)
+        for f in (lambda *x: attention_kernels.flash_attention(*x, 0.3), lambda *x: attention(*x, 0.3)[0])
+    )
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
+    for x, y in zip(found[1](2 * xs[0]), expected[1](2 * xs[0]), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@needs_flash
+def test_vmap_of_gradients_of_flash_attention():
+    """The package's primitives get jzero's rule, each its own: the rows of all entries are in one call."""
+    q, k, v = (jax.ShapeDtypeStruct((3, B, LENGTH, n, 128), BF16) for n in (H, K, K))
+
+    def loss(q, k, v):
+        return attention_kernels.flash_attention(q, k, v, 0.3).astype(jnp.float32).sum()
+
+    traced = jax.make_jaxpr(jax.vmap(jax.grad(loss, argnums=(0, 1, 2))))(q, k, v)
+    assert [x.shape for x in traced.out_avals] == [x.shape for x in (q, k, v)]
+    calls = [eqn for eqn in traced.eqns if eqn.primitive.name.startswith("flash_mha")]
+    assert [eqn.primitive.name for eqn in calls] == ["flash_mha_fwd_hlo", "flash_mha_bwd_hlo"]
+    assert all(v.aval.shape[0] == 3 * B for eqn in calls for v in eqn.outvars)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Let this machine have an H100, and the package."""
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention_kernels, "flash_missing", lambda: None)
+
+
+def test_where_flash_attention_runs(hopper, monkeypatch):
+    assert flash_obstacle(BF16, 128) is None
+    assert flash_obstacle(jnp.dtype("float16"), 128) is None
+    assert flash_obstacle(BF16, 64) == "flash-attn3-jax has heads of 128, not 64"
+    assert flash_obstacle(jnp.dtype("float32"), 128) == "FlashAttention-3 needs half precision, not float32"
+    for axes, why in (
+        (("zero", "tensor"), "FlashAttention-3 is not divided along tensor"),
+        (("expert", "context"), "FlashAttention-3 is not divided along expert and context"),
+        (("data", "zero"), "XLA does not divide FlashAttention-3 along data and zero"),
+    ):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), axes)):
+            assert flash_obstacle(BF16, 128) == why
+    monkeypatch.undo()
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (10, 0))
+    assert flash_obstacle(BF16, 128) == "FlashAttention-3 needs a Hopper GPU"
+
+
+def test_flash_attention_without_its_package(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", None)
+    attention_kernels._flash_kernels.cache_clear()
+    assert flash_obstacle(BF16, 128).startswith("FlashAttention-3 needs the extra flash: pip install -e ")
+
+
+def operands(**change):
+    """Return queries, keys and values for 128-wide heads, with changed [B, S, heads, C] of some."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (B, LENGTH, H, 128), "k": (B, LENGTH, K, 128), "v": (B, LENGTH, K, 128)} | change
+    return [jnp.asarray(rng.normal(size=shape), BF16) for shape in shapes.values()]
+
+
+def test_jzero_attention_by_flash_attention(kernels, hopper):
+    q, k, v = operands()
+    expected = attention(*(x.astype("f4") for x in (q, k, v)), 0.3)[0]
+    by_it = partial(jzero.attention, is_causal=True, scale=0.3, implementation="flash_attention_3")
+    np.testing.assert_allclose(by_it(q, k, v).astype("f4"), expected, atol=0.05)
+    with pytest.raises(ValueError, match="in one dtype"):
+        by_it(q, k.astype("f4"), v)
+
+
+def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monkeypatch):
+    """On a mesh, which divides the program; cuDNN's where the call or the mesh is not for it, and in a plan."""
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
+    one, tensor = (jax.sharding.AbstractMesh((n,), ("tensor",)) for n in (1, 2))
+    cases = [
+        (None, True, BF16, "cudnn"), (one, True, BF16, "flash_attention_3"), (one, False, BF16, "cudnn"),
+        (tensor, True, BF16, "cudnn"), (one, True, jnp.dtype("float32"), "xla"),
+    ]  # fmt: skip
+    for mesh, causal, dtype, expected in cases:
+        with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+            assert kernel_for("auto", dtype, 128, causal=causal) == expected
+    called = []
+    monkeypatch.setattr(attention_kernels, "_by", lambda kernel, xs, *_: called.append(kernel) or xs[0])
+    monkeypatch.setattr(attention_kernels, "flash_attention", lambda *_: called.append("flash_attention_3"))
+    q, k, v = operands()
+    with jax.sharding.use_abstract_mesh(one):
+        jzero.attention(q, k, v, is_causal=True)
+        jzero.attention(q, k, v)
+        jzero.attention(q[:, -1:], k, v, is_causal=True)
+        jzero.attention(q, k, v, is_causal=True, mask=jnp.ones((LENGTH, LENGTH), bool))
+        assert called == ["flash_attention_3", "cudnn", "cudnn", "cudnn"]
+        monkeypatch.setattr(attention_kernels, "absent_gpu", lambda: GPUS["h200"])
+        assert kernel_for("auto", BF16, 128, causal=True) == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({}, {"is_causal": False}),
+        ({}, {"mask": jnp.ones((1, 1, LENGTH, LENGTH), bool)}),
+        ({}, {"bias": jnp.zeros((1, 1, LENGTH, LENGTH))}),
+        ({}, {"local_window_size": 2}),
+        ({}, {"query_seq_lengths": jnp.full(B, LENGTH)}),
+        ({}, {"key_value_seq_lengths": jnp.full(B, LENGTH)}),
+        ({"k": (B, LENGTH + 2, K, 128), "v": (B, LENGTH + 2, K, 128)}, {}),
+        ({"k": (B, LENGTH, 3, 128), "v": (B, LENGTH, 3, 128)}, {}),
+    ],
+)
+def test_what_flash_attention_does_not_compute(kernels, hopper, change, more):
+    """The package would compute something else (causal masks end at the last key), or fail when it is compiled."""
+    with pytest.raises(ValueError, match=r'"flash_attention_3": it computes causal attention of .*; write "auto"'):
+        jzero.attention(*operands(**change), implementation="flash_attention_3", **{"is_causal": True} | more)
+
+
+def test_models_with_flash_attention(kernels, hopper, monkeypatch):
+    """Packed documents and padded prompts have a mask, which is for another kernel; what never runs is refused."""
+    monkeypatch.setattr(attention_kernels, "widest_head", lambda: 0)  # XLA's kernel takes cuDNN's part
+    q, k, v = operands()
+    mask = jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH), bool))
+    found = attend(q, k, v, mask, choice="flash_attention_3", causal=True)
+    np.testing.assert_allclose(found.astype("f4"), attend(q, k, v, causal=True).astype("f4"), atol=0.05)
+    with pytest.raises(ValueError, match="it computes causal attention"):
+        attend(q, k, v, mask, choice="flash_attention_3")
+    for changes, why in (
+        ({"window": 100}, "has no window = 100"),
+        ({"attention_softcap": 30.0}, "has no attention_softcap = 30.0"),
+        ({"num_heads": 4, "num_kv_heads": 4}, "has heads of 128, not 64"),
+    ):
+        with pytest.raises(jzero.ConfigError, match=f"attention = 'flash_attention_3' {why}: use 'auto'"):
+            dataclasses.replace(SHAPE, **changes)
+    assert kernel_note("flash_attention_3", BF16, 128).endswith("flash_attention_3', bfloat16): cuDNN's with a mask")
+
+
+SHAPE = preset("tiny", d_model=256, num_heads=2, num_kv_heads=1, num_layers=2, attention="flash_attention_3")
+
+
+def make_step(attention="flash_attention_3", **config):
+    config = {"train_batch_size": 8, "stack": {"unroll": True}, **config}
+    shape = dataclasses.replace(SHAPE, attention=attention)
+    mesh = jzero.make_mesh(config, devices=gpu_devices("h200", 2))
+    return traced(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), mesh, TOKENS, {}, **config)
+
+
+TOKENS = pairs(8, 512)
+
+
+@on_gpu
+@needs_flash
+@pytest.mark.parametrize(
+    ("config", "forward"),
+    [
+        ({"zero_optimization": {"stage": 3}}, 2),
+        pytest.param({"activation_checkpointing": {"policy": "full"}}, 4, marks=pytest.mark.slow),
+    ],
+    ids=["ZeRO-3", "all recomputed"],
+)
+def test_the_compiled_program_calls_flash_attention(config, forward):
+    """Each layer calls it once forward, again where everything is recomputed, and once backward."""
+    compiled = make_step(**config)[1].lower().compile()
+    text = compiled.as_text()
+    found = [text.count(f'custom_call_target="{name}') for name in ("flash_mha_fwd", "flash_mha_bwd", "__cudnn$fmha")]
+    assert found == [forward, 2, 0]
+    # The gradients that its backward pass sums in float32: of queries, and of keys and values that two heads share.
+    rows, length, width = 4, 512, 128
+    scratch = 4 * rows * length * width * (2 + 2 * 1)
+    assert memory(compiled).temps == compiled.memory_analysis().temp_size_in_bytes + scratch
+
+
+@needs_cuda_compiler
+@needs_flash
+def test_tensor_refuses_flash_attention():
+    with pytest.raises(ValueError, match="is not divided along tensor"):
+        make_step(mesh={"tensor": 2})
+
+
+@on_gpu
+@needs_flash
+@pytest.mark.slow
+def test_flops_and_time_of_flash_attention_beside_cudnns():
+    """The FLOPs are the same, and a plan takes the measured ratio of the two kernels' speeds."""
+    flops, times = [], []
+    for attention in ("flash_attention_3", "cudnn"):
+        step, trace = make_step(attention)
+        flops.append(step_flops(step, trace))
+        rates = dataclasses.replace(Rates.of("h200"), attention_start=0.0, gap=0.0)
+        times.append(step_time(trace.lower().compile(), rates, mesh=step.mesh).by["attention"])
+    assert [(f.forward, f.backward, f.recomputed) for f in flops[0].modules] == [
+        (f.forward, f.backward, f.recomputed) for f in flops[1].modules
+    ]
+    assert 1 / 1.23 < times[0] / times[1] < 1 / 1.10
+
+
+def test_a_plan_does_not_advise_another_kernel():
+    """The text has a width that equals the sequence, as the shape of kept scores does."""
+    gpu, amount = GPUS["h200"], SimpleNamespace(tokens=4096 * 2, samples=2)
+    text = "%x = bf16[2,4096,4096]{2,1,0} add(%a, %b)"
+    assert len(list(_attention(gpu, text, amount))) == 1
+    assert not list(_attention(gpu, text + ' custom_call_target="flash_mha_fwd"', amount))
