@@ -29,7 +29,7 @@ Cache = Any  # a layer's: a KVCache, or the latents of latent attention [B, T, L
 
 
 class Carry(NamedTuple):
-    """What blocks pass on."""
+    """The input and output of a block."""
 
     x_BSD: jax.Array
     segments_BS: jax.Array | None = None  # of packed documents
@@ -59,7 +59,7 @@ def put(cache: Cache, new: Cache, column: int | jax.Array) -> Cache:
 
 
 class Decoding(NamedTuple):
-    """What blocks pass on in generation: a whole prompt, or one more token of each row."""
+    """The input and output of a block in generation: a whole prompt, or one more token of each row."""
 
     x_BSD: jax.Array
     column: int | jax.Array  # of the first token
@@ -232,19 +232,22 @@ class Attention(nnx.Module):
         S, c = q_BSHC.shape[1], self.config
         mask_B1SS, is_global = same_segment(x.segments_BS), flag(c.global_layers, x.layer)
         if is_global is None and not c.chunked:
-            visible = {"causal": c.causal, "window": c.window, "length": c.row_length}
-            return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, **visible)
+            return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=c.causal, window=c.window)
         chunks_BS = x.positions_BS // c.window if c.chunked and c.window else None
         near_B1SS: Any = visible_ST(S, S, c.window)[None, None] if chunks_BS is None else same_segment(chunks_BS)
         near_B1SS = near_B1SS if is_global is None else near_B1SS | is_global
         mask_B1SS = near_B1SS if mask_B1SS is None else near_B1SS & mask_B1SS
         return self.attend(q_BSHC, k_BSKC, v_BSKC, mask_B1SS, causal=True)
 
-    def attend(self, *arrays: Any, **visible: Any) -> jax.Array:
-        """Attend with queries, keys, values and mask, and multiply the result with the last matrix."""
+    def attend(
+        self, q_BSHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, mask_B1ST: jax.Array | None,
+        *, causal: bool = False, window: int | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Attend as `attend` does, and multiply the result with the last matrix: [B, S, D]."""
         c, sinks_KG = self.config, self.sinks[...] if self.config.sinks else None
-        visible |= {"choice": c.attention, "softcap": c.attention_softcap, "scale": c.attention_scale}
-        return self.out(heads_joined(attend(*arrays, sinks_KG=sinks_KG, **visible)))
+        options: Any = {"choice": c.attention, "scale": c.attention_scale, "softcap": c.attention_softcap}
+        options |= {"causal": causal, "window": window, "sinks_KG": sinks_KG, "length": c.row_length}
+        return self.out(heads_joined(attend(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, **options)))
 
 
 class LatentAttention(nnx.Module):

@@ -1,4 +1,4 @@
-"""The norms of a decoder, float32 inside."""
+"""The norms of decoders and encoders, float32 inside."""
 
 from __future__ import annotations
 

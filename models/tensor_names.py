@@ -1,4 +1,4 @@
-"""The names of a decoder's weights in files: rows of a `weights_layout`, see `jzero.weights.name_map`.
+"""The names of a model's weights in files: rows of a `weights_layout`, see `jzero.weights.name_map`.
 
 A row exists where the model has its leaf, so that the shapes of the parameters decide which layers have biases, norms,
 experts.
