@@ -38,7 +38,7 @@ OURS = (
     "family", "mixture.capacity_factor", "mixture.balance", "mixture.bias_rate",
 )  # fmt: skip
 MAY_DIFFER = (
-    "architectures", "max_position_embeddings", "bos_token_id", "eos_token_id",
+    "architectures", "bos_token_id", "eos_token_id",
     "head_dim",  # the tensors' shapes imply it
     "rope_parameters",  # its entries are compared individually
     "max_window_layers",
@@ -54,13 +54,13 @@ NULLS = ("sliding_window", CHUNK, "q_lora_rank", TIMES)  # keys whose null is no
 REFUSED = ("use_bidirectional_attention", "quantization_config", "clip_qkv", "router_jitter_noise")
 
 
-def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
+def read_config(download: Download, **changes: Any) -> DecoderConfig:
     """Read the shape of a decoder or encoder from a config.json of `transformers`, versions 4 and 5.
 
     A ConfigError lists all that jzero's models lack.
 
     >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    >>> decoder_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
+    >>> read_config(Download({"model_type": "qwen2", "vocab_size": 64, **shape})).qkv_bias
     True
     """
     name, family = download.config["model_type"], FAMILIES[download.config["model_type"]]
@@ -81,6 +81,8 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     keys = family.all_keys
     if EXPERTS in there and "mixture.num_experts" in keys:
         there.setdefault(keys["mixture.num_experts"], there[EXPERTS])
+    # Where the caller gives a number, the file needs none.
+    there |= {keys[x]: changes[x] for x in COUNTS if x in keys and x in changes and not there.get(keys[x])}
     problems = [f"config.json has no {keys[x]}" for x in NEEDED if x in keys and keys[x] not in there]
     counts = {keys[x]: there.get(keys[x]) for x in COUNTS if x in keys}
     wrong = {key: "a positive integer" for key, n in counts.items() if n is not None and (type(n) is not int or n < 1)}
@@ -89,7 +91,7 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     lacking = [f"{key} = {there[key]!r}" for key in REFUSED if there.get(key)]
     kinds = set(there.get("layer_types", ())) - {*KINDS, "attention"}
     lacking += [f"{kind!r} in layer_types" for kind in sorted(kinds)]
-    problems += [f"config.json has {what}: models/decoder.py does not have it" for what in lacking]
+    problems += [f"config.json has {what}: jzero's models lack it" for what in lacking]
     activation, kept = keys["activation"]
     allowed = [key for key, x in kept.items() if "activation" not in family.fixed or x.startswith("gelu")]
     for key in (activation, "hidden_activation"):
@@ -109,12 +111,12 @@ def decoder_config(download: Download, **changes: Any) -> DecoderConfig:
     if "mixture" in found:
         found["mixture"] = mixture_of(found["mixture"], there, download.directory is not None)
         found["dense_layers"] = dense_of(there)
-    width, heads = None if "latent" in found else there.get("head_dim"), found["num_heads"]
+    width, heads = there.get("head_dim") if kind.causal and "latent" not in found else None, found["num_heads"]
     if width and width * heads != found["d_model"]:
         found["head_width"] = width
     if found.get("attention_scale") == (width or found["d_model"] // heads) ** -0.5:
         del found["attention_scale"]  # the default
-    found = {**patterns_of(there), **found, "family": name, "download": download}
+    found = {**(patterns_of(there) if kind.causal else {}), **found, "family": name, "download": download}
     if kind.causal and not found.get("max_positions"):
         found |= rope_of(there, found["global_layers"] is not None)
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
@@ -152,6 +154,7 @@ def weights_table(config: DecoderConfig) -> tuple[dict[str, Any] | None, list[st
         ("hidden_act", "activation_function"): c.activation == "gelu_tanh",
         ("rope_scaling",): c.rope_scaling,
         ("sliding_window",): c.window is None,  # not used then
+        (MOST,): not c.max_positions,  # RoPE has no limit
     }
     absent = {"rope_theta": 10_000.0, "rope_type": "default", **family.absent}
     # In files of transformers 5 these lie deeper, or have another name.
@@ -207,7 +210,7 @@ def config_json(config: DecoderConfig, family: Family) -> tuple[dict[str, Any], 
 
 def _differences(config: DecoderConfig, content: Mapping[str, Any]) -> list[str]:
     """List the fields that are others in a config.json, but for those that files do not have."""
-    here, there = _fields(config), _fields(decoder_config(Download(content)))
+    here, there = _fields(config), _fields(read_config(Download(content)))
     return [f"{key}={x!r}" for key, x in here.items() if key not in OURS and x != there.get(key)]
 
 

@@ -22,7 +22,7 @@ from jzero.values.parameters import did_you_mean
 from jzero.weights.load import from_cache
 
 from .bert import Bert
-from .config_json import decoder_config
+from .config_json import read_config
 from .decoder import Decoder
 from .decoder_config import BertConfig, DecoderConfig, GPT2Config, ViTConfig, check_fields
 from .downloads import TEXT, Download
@@ -105,12 +105,12 @@ def config_from_hf(source: str | os.PathLike | Mapping[str, Any], **changes: Any
         raise ConfigError(f"config.json has model_type = {name!r}: jzero's models lack {LACKING[name]}")
     if name not in FAMILIES:
         raise ConfigError(f"config.json has model_type = {name!r}: must be one of {', '.join([*FAMILIES, *TEXT])}")
-    return decoder_config(download, **changes)
+    return read_config(download, **changes)
 
 
 def module_of(config: Any) -> type:
     """Return the class of Flax modules of a config: `module_of(config)(config, rngs=rngs)`."""
-    return {BertConfig: Bert, ViTConfig: ViT}.get(type(config), Decoder)
+    return Bert if isinstance(config, BertConfig) else ViT if isinstance(config, ViTConfig) else Decoder
 
 
 class FoundModel(NamedTuple):
@@ -168,10 +168,9 @@ def find_model(name: str, **changes: Any) -> FoundModel:
 
 def add_adapters(name: str, shape: Any, rank: int, quantized: Kind | None) -> DecoderConfig:
     """Return a decoder's shape with the adapters of a fine-tuning, at each matrix that its family's files name."""
-    family = getattr(shape, "family", None)  # which decoders have
-    modules = linear_modules(tensor_rows(shape, FAMILIES[family].names)) if family else ()
+    modules = linear_modules(tensor_rows(shape, FAMILIES[shape.family].names))
     if not modules:
-        files = f"files of {family} have no matrices that adapters can name" if family else "takes no adapters"
+        files = f"files of {shape.family} have no matrices that adapters can name"
         raise ConfigError(f"{name}: {files}; train all weights (jzero finetune: --method full)")
     lora = LoRAConfig(r=rank, lora_alpha=2 * rank, target_modules=[*modules], quantized=quantized)
     return dataclasses.replace(shape, lora=lora)

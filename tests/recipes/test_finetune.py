@@ -21,6 +21,7 @@ from jzero.recipes.starting_point import starting_point
 from jzero.run.engine import Engine
 from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
+from models.decoder_config import ViTConfig
 from models.named import add_adapters
 from models.preferences import PreferenceDecoder
 
@@ -142,7 +143,7 @@ def test_mistakes_in_the_command_are_one_line(directory, data, tmp_path, capsys)
 def test_models_that_cannot_be_tuned(tmp_path):
     neox = config_from_hf({"model_type": "gpt_neox", **SHAPE, "max_position_embeddings": 64})
     refuses(lambda: add_adapters("neox", neox, 16, None), "neox: files of gpt_neox have no matrices .* --method full")
-    refuses(lambda: add_adapters("vit", object(), 16, None), "vit: takes no adapters")
+    refuses(lambda: add_adapters("vit", ViTConfig(2, 32, 4, 48), 16, None), "vit: files of vit have no matrices")
     mixtral = config_from_hf({"model_type": "mixtral", **SHAPE})
     refuses(lambda: PreferenceDecoder(mixtral, rngs=nnx.Rngs(0)), "tunes no mixture of experts")
     byte_tokenizer().save_pretrained(tmp_path)

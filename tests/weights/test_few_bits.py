@@ -149,4 +149,4 @@ def test_scales_of_another_shape(kind, tensors, words, tmp_path, request):
 @pytest.mark.parametrize("change", [{"weight_block_size": [64, 64]}, {"quant_method": "int8"}], ids=str)
 def test_another_quantisation_is_refused(change, fp8):
     there = json.loads((fp8[0] / "config.json").read_text()) | {"quantization_config": {**FP8, **change}}
-    refuses(lambda: config_from_hf(there), r"quantization_config = .*: models/decoder.py does not have it")
+    refuses(lambda: config_from_hf(there), r"quantization_config = .*: jzero's models lack it")
