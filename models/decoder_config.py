@@ -24,12 +24,18 @@ from .rope import RopeScaling
 
 OF_EXPERTS = re.compile("mlp/(gate_up|down)(_bias)?$")  # a token uses some of the experts
 NOT_LATENT = "window", "rope_layers", "qk_norm", "qkv_bias", "out_bias", "attention_softcap", "sinks", "head_width"
+OF_ENCODERS = "norm_eps", "attention", "pad_vocab_to", "max_positions", "download"  # what they can choose
+
+
+def field_choices(config: Any) -> list[str]:
+    """List the fields of a config, or of a part of one, that a user can choose."""
+    fixed = getattr(config, "fixed", ())  # parts, such as a mixture, fix none
+    return [x.name for x in dataclasses.fields(config) if x.init and x.compare and x.name not in fixed]
 
 
 def check_fields(config: type, changes: Mapping[str, Any]) -> None:
     """Refuse changes to fields that a config does not have."""
-    fields = [field.name for field in dataclasses.fields(config) if field.init]
-    problems = []
+    fields, problems = field_choices(config), []
     for name in sorted(changes.keys() - {*fields}):
         fix = f"did you mean {close}?" if (close := closest(name, fields)) else f"it has {', '.join(fields)}"
         problems.append(f"{name} = {changes[name]!r}: {config.__name__} has no such field; {fix}")
@@ -117,6 +123,7 @@ class DecoderConfig:
     download: Download | None = dataclasses.field(default=None, compare=False, repr=False)
 
     causal: ClassVar[bool] = True  # tokens see only those before them; encoders differ
+    fixed: ClassVar[frozenset[str]] = frozenset()  # the fields that have their defaults alone; encoders have many
     row_length: ClassVar[int | None] = None  # rows are padded after as many positions; None: they are not
 
     def __post_init__(self):
@@ -163,8 +170,9 @@ class DecoderConfig:
             yield c.head_dim != FLASH_WIDTH, f"{kernel} has heads of {FLASH_WIDTH}, not {c.head_dim}: use 'auto'"
 
     def __repr__(self) -> str:
-        fields = dataclasses.fields(self)
-        shown = [f for i, f in enumerate(fields) if f.repr and (i < 10 or getattr(self, f.name) != f.default)]
+        fields = [field for field in dataclasses.fields(self) if field.repr and field.name not in self.fixed]
+        plain = "tied", "norm_eps", "attention", *["rope_theta"] * self.has_rope  # shown with their defaults, too
+        shown = [f for f in fields if not f.kw_only or f.name in plain or getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     @property
@@ -284,12 +292,13 @@ class EncoderConfig(GPT2Config):
     activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
 
     causal = False
+    fixed = frozenset(field.name for field in dataclasses.fields(DecoderConfig) if field.kw_only) - {*OF_ENCODERS}
 
     def _checks(self) -> Iterator[tuple[Any, str]]:
         yield from super()._checks()
-        free = ("norm_eps", "attention", "pad_vocab_to", "max_positions", "download")
-        fixed = {field.name for field in dataclasses.fields(DecoderConfig) if field.kw_only} - {*free}
-        other = [f.name for f in dataclasses.fields(self) if f.name in fixed and getattr(self, f.name) != f.default]
+        yield type(self) is EncoderConfig, "this is the base of encoders; take BertConfig or ViTConfig"
+        fixed = [field for field in dataclasses.fields(self) if field.name in self.fixed]
+        other = [field.name for field in fixed if getattr(self, field.name) != field.default]
         yield other, f"encoders have no choice of {', '.join(other)}; leave them out"
 
 
@@ -322,6 +331,8 @@ class ViTConfig(EncoderConfig):
     patch_size: int = 16
     num_channels: int = 3
 
+    fixed = EncoderConfig.fixed | {"pad_vocab_to", "max_positions"}  # it has patches, and no tokens
+
     def __post_init__(self):
         super().__post_init__()
         if self.image_size % self.patch_size:
@@ -333,5 +344,5 @@ class ViTConfig(EncoderConfig):
 
     @property
     def row_length(self) -> int | None:  # type: ignore[override]
-        """How many positions count, if their number is odd: cuDNN refuses it, and each layer would pad and cut."""
+        """Count the positions, if their number is odd: cuDNN refuses it, and each layer would pad and cut."""
         return None if self.num_patches % 2 else self.num_patches + 1

@@ -53,7 +53,7 @@ def named_model(
     found = _changed_model(name, changes)
     if found.kind == "vit":
         raise ConfigError(f"--model {name}: is a vit, which has no tokens to plan; use package.module:function")
-    if found.directory is None and 0 < (getattr(found.shape, "max_positions", 0) or 0) < sequence:
+    if found.directory is None and 0 < (found.shape.max_positions or 0) < sequence:
         found = found._replace(shape=dataclasses.replace(found.shape, max_positions=sequence))
     if adapters:
         add = importlib.import_module("jzero.models.named").add_adapters
@@ -111,8 +111,8 @@ def tokens(sequence: int) -> Shapes:
 
 def _changed(shape: Any, changes: Sequence[str], prefix: str = "") -> Any:
     """Change fields together: one alone may contradict another's old value. `prefix` is the path to `shape`."""
-    hints = get_type_hints(type(shape))
-    kinds = {field.name: hints[field.name] for field in dataclasses.fields(shape) if field.compare}
+    hints, models = get_type_hints(type(shape)), importlib.import_module("jzero.models.decoder_config")
+    kinds = {name: hints[name] for name in models.field_choices(type(shape))}
     values: dict[str, Any] = {}
     inner: dict[str, list[str]] = {}
     for change in changes:

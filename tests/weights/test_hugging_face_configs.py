@@ -28,11 +28,13 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import weights
+from jzero.planner.named_models import named_model
 from models import config_from_hf, from_hf, gpt2, llama, vit
 from models.decoder import Decoder
+from models.decoder_config import EncoderConfig
 from models.downloads import IDS
 from models.lora import LoRAConfig
-from models.named import find_model
+from models.named import find_model, module_of
 from models.rope import frequencies
 
 TINY = {**DECODER, "model_type": "llama"}
@@ -193,6 +195,7 @@ FIELDS = [
     (SHARED | {"model_type": "deepseek_v2", "n_shared_experts": None}, {"mixture.shared": 0}),
     (SHARED | {"n_shared_experts": 0}, {"mixture.shared": 0}),
     (BERT_JSON | {"type_vocab_size": None, "layer_norm_eps": None}, {"num_types": 2, "norm_eps": 1e-12}),
+    (BERT_JSON | {"head_dim": 16, "sliding_window": 4}, {"head_width": None, "window": None}),  # of decoders alone
     (VIT_JSON | {"num_labels": None, "id2label": {0: "a", 1: "b", 2: "c"}}, {"num_classes": 3}),
 ]
 
@@ -203,6 +206,20 @@ def test_fields_of_a_download(there, fields):
     assert {name: operator.attrgetter(name)(config) for name in fields} == fields
     if there["model_type"] not in ("bert", "vit"):
         assert config_from_hf(written(config)) == config
+
+
+def test_an_encoders_config():
+    # The caller's numbers need none in the file.
+    assert config_from_hf(BERT_JSON | {"max_position_embeddings": None}, max_positions=64).max_positions == 64
+    assert config_from_hf(VIT_JSON | {"num_labels": 0}, num_classes=3).num_classes == 3
+    sizes = "num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=48"  # neither `tied` nor RoPE
+    more = "norm_eps=1e-12, attention='auto'"
+    assert repr(config_from_hf(BERT_JSON)) == f"BertConfig({sizes}, vocab_size={V}, {more}, max_positions=16)"
+    assert repr(SMALL_VIT) == f"ViTConfig({sizes}, {more}, image_size=8, patch_size=4)"
+    layout = from_hf(BERT_JSON).weights_layout()
+    assert "max_position_embeddings" in layout["config"].keys() - {*layout["may_differ"]}
+    kind = type("OwnConfig", (type(SMALL_VIT),), {})
+    assert module_of(kind(2, 32, 4, 48)) is vit.ViT
 
 
 def test_the_bias_of_trained_experts_stays(tmp_path):
@@ -249,6 +266,7 @@ KEYS = [
     ({"model_type": "t5"}, "jzero's models lack an encoder beside the decoder, and rel"),
     ({"head_dim": 5}, "2 must divide the rotated width of a head"),
     (BERT_JSON | {"hidden_size": 30}, "^BertConfig: num_heads must divide d_model, but 4 does not divide 30"),
+    (BERT_JSON | {"quantization_config": {"bits": 4}}, r"\{'bits': 4\}: jzero's models lack it"),
     (BERT_JSON | {"hidden_size": None}, r"config\.json has no hidden_size"),
     (GPT2 | {"model_type": "gpt2", "n_layer": None, "activation_function": "relu"},
      "(?s)n_layer.*activation_function = 'relu': must be one of gelu_new"),
@@ -276,6 +294,8 @@ MODELS = {
         NO_ADAPTERS,
     ),
     "patches": (lambda: dataclasses.replace(SMALL_VIT, patch_size=3), "patch_size = 3 must divide image_size = 8"),
+    "positions of a ViT": (lambda: dataclasses.replace(SMALL_VIT, max_positions=7), "no choice of max_positions; lea"),
+    "a base": (lambda: EncoderConfig(2, 32, 4, 48), "EncoderConfig: this is the base of encoders; take BertConfig or"),
     "padding": (
         lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, pad_vocab_to=0), rngs=nnx.Rngs(0)),
         "pad_vocab_to = 0: must be at least 1",
@@ -325,3 +345,17 @@ def test_a_field_that_a_shape_does_not_have():
         words = r"^layers = 2: \w+Config has no such field; did you mean num_layers\?$"
         refuses(lambda make=make: make(layers=2), words)
     refuses(lambda: llama.preset("tiny", xyz="x"), "^xyz = 'x': .* has no such field; it has num_layers, d_model")
+    has = "foo = 1: .* it has num_layers, d_model, num_heads, d_ff,( vocab_size,)? norm_eps, attention, "
+    refuses(lambda: config_from_hf(BERT_JSON, foo=1), has + "pad_vocab_to, max_positions, num_types$")
+    refuses(lambda: config_from_hf(VIT_JSON, foo=1), has + "num_classes, image_size, patch_size, num_channels$")
+    for changes in ({"pad_vocab_to": 128}, {"max_positions": 7}):
+        refuses(lambda changes=changes: config_from_hf(VIT_JSON, **changes), "ViTConfig has no such field")
+
+
+def test_a_plan_of_a_bert_changes_what_it_can_choose(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BERT_JSON))
+    for change, words in (
+        ("window=2", r"window=2: not a field of BertConfig; choose one of num_layers, .*, max_positions, num_types$"),
+        ("num_kv_heads=2", "num_kv_heads=2: not a field of BertConfig; did you mean 'num_heads'"),
+    ):
+        refuses(lambda change=change: named_model(str(tmp_path), 8, [change]), words)
