@@ -21,6 +21,8 @@ from jzero.recipes.starting_point import StartingPoint, starting_point
 from models import config_from_hf
 from models.byte_tokenizer import byte_tokenizer
 
+pytest.importorskip("transformers")
+
 
 @pytest.mark.parametrize(
     ("options", "words"),
