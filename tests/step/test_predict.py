@@ -106,7 +106,7 @@ def test_logits_of_a_decoder(stage, pipe, more):
     model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
     step, state = started(model, config(stage, **more), mesh=mesh(2, pipe=pipe))
     last = jzero.make_eval_step(
-        model, lambda module, x, batch: x[:, -1], config(stage, **more), mesh=mesh(2, pipe=pipe)
+        model, lambda module, x, batch: x.x_BSD[:, -1], config(stage, **more), mesh=mesh(2, pipe=pipe)
     )
     plain, batch = model.module(jax.device_get(state.params)), {"inputs": TOKENS}
     np.testing.assert_allclose(step.predict(state, batch), plain(TOKENS), rtol=1e-4, atol=1e-5)
