@@ -110,7 +110,7 @@ def attend(
     scale: float | None = None,  # of the scores; default: C ** -0.5
     softcap: float | None = None,  # bounds the scores: softcap * tanh(score / softcap)
     sinks_KG: jax.Array | None = None,  # one more score of each head, of no key (Xiao et al., arXiv:2309.17453)
-    length: int | None = None,  # all rows are padded after so many positions
+    length: int | None = None,  # the positions of a row before its padding
 ) -> jax.Array:
     """Compute grouped-query attention [B, S, H, C]. With a soft cap or sinks it runs on XLA's kernel, on GPUs too."""
     if softcap is not None or sinks_KG is not None:

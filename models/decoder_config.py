@@ -76,12 +76,12 @@ class DecoderConfig:
     attention: Attend = "auto"
     family: str = "llama"  # a key of `FAMILIES` in models/families.py: whose names the weights have in files
     head_width: int | None = None  # default: d_model / num_heads
-    pad_vocab_to: int = 1  # embedding and head get a multiple of so many rows; the loss and files ignore the others
+    pad_vocab_to: int = 1  # embedding and head have a multiple of this many rows; loss and files ignore the added ones
     rope_scaling: RopeScaling | None = None  # stretches the frequencies of rope_theta
     partial_rotary: float = 1.0  # the part of a head that is rotated, its first dimensions (GLM, GPT-NeoX, Phi)
     interleaved_rope: bool = False  # rotates neighbours together, and not one dimension of each half (Cohere, GLM)
     rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE, repeated (SmolLM3); default: all
-    max_positions: int | None = None  # positions are learned, one vector for each of so many (GPT-2)
+    max_positions: int | None = None  # learned positions: how many vectors there are (GPT-2)
     by_part: bool = False  # the matrix of queries, keys and values has them in turn, not head by head (GPT-2, BERT)
     qkv_bias: bool = False  # which matrices have biases; Qwen2: those of queries, keys and values
     out_bias: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 from .decoder_config import BertConfig, DecoderConfig, GPT2Config, ViTConfig
 
 EXPERTS = "num_local_experts"  # what transformers 5 calls their number in each family
-TIMES = "n_shared_experts"  # DeepSeek's shared expert is so many times as wide as another one
+TIMES = "n_shared_experts"  # the width of DeepSeek's shared expert, in widths of the others
 
 # A field of DecoderConfig -> the key of config.json, or (the key, the power of its value that the field is), or (the
 # key, the fields of its values). "mixture.width" is the field `width` of the field `mixture`.

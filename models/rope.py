@@ -66,7 +66,7 @@ class RopeScaling:
             return frequency
         return frequency * (kept + (1 - kept) / self.factor)
 
-    def _dimension(self, turns: float, theta: float, half: int) -> float:  # of so many turns in `original` positions
+    def _dimension(self, turns: float, theta: float, half: int) -> float:  # of these turns in `original` positions
         return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
 
     @property
