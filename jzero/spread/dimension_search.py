@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jzero.config import Config
 from jzero.display.slow_work import slow_work
@@ -190,7 +190,7 @@ def _cost(part: _Part, plan: Sequence[Choice], degree: int) -> float:
         return ()
 
     specs = tuple(PartitionSpec(*(axes or None for axes in lies)) for lies in dims)
-    mesh = AbstractMesh((degree,), (TENSOR,))
+    mesh = AbstractMesh((degree,), (TENSOR,), axis_types=(AxisType.Auto,))  # jax 0.11's default is Explicit
     jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(), check_vma=False), *shapes)
     moved = sum(prod(move.shape) * (2 if move.kind == "all-reduce" else 1) for move in group.traced.moves)
     held = sum(prod(group.local(x.shape, lies)) for x, lies in zip(part.leaves, dims, strict=False))
