@@ -98,13 +98,13 @@ def run_equations(
 # JAX's elementwise primitives, by two facts: t: kernels have it, and it is differentiable; c: XLA computes it where its
 # result is read, so that it may run again.
 _ELEMENTWISE = {
-    "tc": "abs add add_any convert_element_type copy div erf erfc exp exp2 integer_pow log log1p logistic max min mul"
-    " neg rsqrt sign sqrt square sub tanh",
+    "tc": "abs add add_any convert_element_type copy div erf erfc exp exp2 integer_pow log log1p log2 logistic max min"
+    " mul neg one_minus_square rsqrt sign sqrt square sub tanh",
     "t": "cos pow sin",
     "c": "and clamp eq expm1 floor ge gt is_finite le lt ne not or rem round select_n stop_gradient xor",
     "": "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj copy_p cosh digamma"
-    " erf_inv imag lgamma name nextafter population_count real reduce_precision shift_left shift_right_arithmetic"
-    " shift_right_logical sinh tan",
+    " erf_inv igamma igamma_grad_a igammac imag lgamma name nextafter population_count real reduce_precision"
+    " shift_left shift_right_arithmetic shift_right_logical sinh tan",
 }
 
 

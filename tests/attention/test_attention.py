@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler, on_gpu
+from helpers.decoders import model_of
 from helpers.programs import h100s, pairs, traced
 from jax._src.cudnn import fused_attention_stablehlo
 
@@ -18,7 +19,6 @@ from jzero import attention_kernels
 from jzero.attention_kernels import cudnn_obstacle, kernel_for, kernel_note
 from jzero.planner import gpu_devices
 from models.attention import attend, same_segment
-from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.llama import preset
 
@@ -78,10 +78,6 @@ CONFIG = DecoderConfig(
 )
 
 
-def decoder(config):
-    return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
-
-
 # ------------------------------------------------------------------------------------------- the kernel
 
 
@@ -106,7 +102,7 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
 def test_the_kernel_and_the_report(monkeypatch):
     def notes(**changes):
-        return decoder(preset("tiny", **changes)).report_notes(BF16)
+        return model_of(preset("tiny", **changes)).report_notes(BF16)
 
     assert notes() == ["attention kernel xla (attention='auto', bfloat16)"]
     capped = "attention kernel xla (attention='auto', bfloat16): cuDNN has no soft cap"
@@ -136,7 +132,7 @@ def test_the_kernel_and_the_report(monkeypatch):
 def test_windows_under_cudnn(changes, kernel):
     """cuDNN gets a window that all layers have as a number, and one that only some have as a bias."""
     config = dataclasses.replace(CONFIG, d_model=256, window=100, attention="cudnn", **changes)
-    _, trace = traced(decoder(config), h100s(zero=2), pairs(8, 512), {}, train_batch_size=8)
+    _, trace = traced(model_of(config), h100s(zero=2), pairs(8, 512), {}, train_batch_size=8)
     text = trace.lower().compile().as_text()
     assert sorted(set(re.findall(r"__cudnn\$fmha\w*", text))) == [kernel, f"{kernel}Backward"]
     assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (changes != {})

@@ -173,11 +173,12 @@ def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monke
     monkeypatch.setattr(attention_kernels, "_by", lambda kernel, xs, *_: called.append(kernel) or xs[0])
     monkeypatch.setattr(attention_kernels, "flash_attention", lambda *_: called.append("flash_attention_3"))
     q, k, v = operands()
+    last, mask = q[:, -1:], jnp.ones((LENGTH, LENGTH), bool)
     with jax.sharding.use_abstract_mesh(one):
         jzero.attention(q, k, v, is_causal=True)
         jzero.attention(q, k, v)
-        jzero.attention(q[:, -1:], k, v, is_causal=True)
-        jzero.attention(q, k, v, is_causal=True, mask=jnp.ones((LENGTH, LENGTH), bool))
+        jzero.attention(last, k, v, is_causal=True)
+        jzero.attention(q, k, v, is_causal=True, mask=mask)
         assert called == ["flash_attention_3", "cudnn", "cudnn", "cudnn"]
         monkeypatch.setattr(attention_kernels, "absent_gpu", lambda: GPUS["h200"])
         assert kernel_for("auto", BF16, 128, causal=True) == "cudnn"

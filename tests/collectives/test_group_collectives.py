@@ -13,27 +13,22 @@ from collections import Counter
 
 import jax
 import pytest
+from helpers.decoders import model_of
 from helpers.programs import SMALL, collectives_of, counted, h100s, needs_gpu_programs, of_every_leaf, pairs, traced
 from helpers.sampling import some
 from helpers.tensor_models import BATCH, DIMENSIONS, model
 from helpers.tensor_models import SEQUENCE as SHORT
 from helpers.tensor_models import WIDTH as NARROW
 
-import jzero
 from jzero.planner.traced_operations import moves
-from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 from models.moe import MixtureConfig
 
 pytestmark = needs_gpu_programs
 
 LAYERS, TENSOR, F32, BF16 = 2, 2, 4, 2
 LLAMA = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
-
-
-def llama(config):
-    return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
 
 
 def with_tensor(subject, dimensions, *, stage=0, zero=1):
@@ -80,7 +75,7 @@ def test_a_layer_moves_two_and_two_forward_and_backward(stage, zero):
 @pytest.mark.slow
 def test_a_llamas_fused_weights_move_nothing_more():
     """Queries, keys and values are one product, and so are gate and up: a layer moves what it would with them apart."""
-    found = over_tensor(with_tensor(llama(LLAMA), {}))
+    found = over_tensor(with_tensor(model_of(LLAMA), {}))
     tokens, width, divided = BATCH * SHORT, 64, 6  # divided: embedding, head, and a layer's four kernels
     assert found == {
         ("all-gather", "bf16", width * tokens * BF16): 4 * LAYERS + 2,
@@ -99,7 +94,7 @@ def test_a_pipeline_sends_this_devices_part_of_the_sequence(tensor):
     """Both ways, with `tensor` 2 half the bytes: activations are divided between layers, and so between stages."""
     rows, accum, width = 2, 4, 64
     step, trace = traced(
-        llama(LLAMA), h100s(pipe=2, tensor=tensor), pairs(rows * accum, SHORT),
+        model_of(LLAMA), h100s(pipe=2, tensor=tensor), pairs(rows * accum, SHORT),
         train_micro_batch_size_per_gpu=rows, gradient_accumulation_steps=accum,
     )  # fmt: skip
     found = counted(collectives_of(step, trace).select(kind="collective-permute"), "axes", "dtype", "bytes")
@@ -114,7 +109,7 @@ ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS = 4, 128, 256, 8, 4
 def with_context(*, stage=0, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
     shape = LlamaConfig(LAYERS, width, heads, kv_heads, 512, vocab_size=1024, attention="cudnn")
     step, trace = traced(
-        llama(shape), h100s(**mesh), pairs(ROWS, SEQUENCE),
+        model_of(shape), h100s(**mesh), pairs(ROWS, SEQUENCE),
         train_batch_size=ROWS, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
     )  # fmt: skip
     return counted(collectives_of(step, trace), "kind", "axes", "bytes", smallest=SMALL), step
@@ -180,7 +175,7 @@ def test_all_to_alls_and_nothing_of_the_experts(capacity_factor, rows):
     batch, length, top = 16, 256, 2
     mixture = MixtureConfig(4, top, 128, capacity_factor=capacity_factor)
     shape = DecoderConfig(LAYERS, WIDTH, 4, 2, 0, vocab_size=512, attention="cudnn", mixture=mixture)
-    decoder = jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs))
+    decoder = model_of(shape)
     step, trace = traced(decoder, h100s(expert=2), pairs(batch, length), train_batch_size=batch)
     kind, tokens = "all-to-all", rows * batch // 2 * length * top * WIDTH * BF16
     expected = of_every_leaf("all-reduce", ("expert",), step, lambda layout: "expert" not in layout.axes)

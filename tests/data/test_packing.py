@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.decoders import model_of
 from helpers.refusals import refuses
 from helpers.sampling import some
 from helpers.steps import mesh, settings
@@ -20,7 +21,7 @@ from experiments.tokenizers import Bytes
 from jzero.data import Packed, write_tokens
 from jzero.data.sources import Source
 from jzero.planner import gpu_devices
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 TINY = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, attention="xla")
 LENGTH = 24
@@ -99,10 +100,6 @@ def test_bad_documents(make, words):
     refuses(make, words)
 
 
-def llama(**changes):
-    return jzero.from_flax(lambda rngs: Llama(dataclasses.replace(TINY, **changes), rngs=rngs))
-
-
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
 @pytest.mark.usefixtures("no_compilation_cache")
@@ -110,7 +107,7 @@ def llama(**changes):
 def test_segments_under_cudnn():
     """The H100 program keeps one fused attention call each way and no S x S gradient."""
     step = jzero.make_train_step(
-        llama(attention="cudnn", d_model=256, num_layers=1),
+        model_of(dataclasses.replace(TINY, attention="cudnn", d_model=256, num_layers=1)),
         settings(8, 3, bf16={"enabled": True}), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)),
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
@@ -124,7 +121,7 @@ def test_segments_under_cudnn():
 
 def train(degrees, stage, rows, more=None):
     config = settings(8, stage, accum=4, lr=0.5, mesh=degrees, seed=3, **(more or {}))
-    step = jzero.make_train_step(llama(), config, mesh=mesh(**degrees))
+    step = jzero.make_train_step(model_of(TINY), config, mesh=mesh(**degrees))
     state, metrics = step(step.init(jax.random.key(1)), rows)
     return metrics["loss"], jax.device_get(state.params)
 

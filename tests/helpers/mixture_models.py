@@ -9,12 +9,12 @@ import numpy as np
 import optax
 from flax import nnx
 from helpers import tensor_models
+from helpers.decoders import model_of
 from helpers.mixtures import plain_mixtures
 from helpers.oracle import plain_loop
 from helpers.tensor_models import BATCH, LR, SEQUENCE, STEPS, VOCAB
 
 import jzero
-from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig
 
@@ -22,13 +22,8 @@ CONFIG = DecoderConfig(2, 32, 4, 2, 64, vocab_size=VOCAB, attention="xla", mixtu
 
 
 @lru_cache
-def model(config):
-    return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
-
-
-@lru_cache
 def initial(config):
-    return jax.device_get(jax.jit(model(config).init)(jax.random.key(0)))
+    return jax.device_get(jax.jit(model_of(config).init)(jax.random.key(0)))
 
 
 @lru_cache
@@ -47,7 +42,7 @@ def config_of(layout, factor):
 @lru_cache
 def reference(config):
     def mean(params, batch):
-        loss, _ = model(config).loss(params, batch, None)
+        loss, _ = model_of(config).loss(params, batch, None)
         return loss.sum / loss.count
 
     with plain_mixtures():
@@ -56,7 +51,7 @@ def reference(config):
 
 def make_step(config, *, schedule="1f1b", more=None, **layout):
     pipeline = {"pipeline": {"schedule": schedule}} if "pipe" in layout else {}
-    return tensor_models.make_step(model(config), more=pipeline | (more or {}), **layout)
+    return tensor_models.make_step(model_of(config), more=pipeline | (more or {}), **layout)
 
 
 class Own(nnx.Module):

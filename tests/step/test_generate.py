@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.decoders import model_of
 from helpers.oracle import greedy
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
@@ -18,9 +19,8 @@ from jzero.model import stack_loss
 from jzero.step.generate import Sampling, _sampling, sample_tokens
 from jzero.tracing.equations import operations
 from jzero.tree import named
-from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
-from models.gpt2 import GPT2, GPT2Config
+from models.gpt2 import GPT2Config
 from models.rope import RopeScaling
 
 # All that families differ in, and a padded vocabulary that the stages divide.
@@ -40,10 +40,6 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (5, S)).astype(np.int32)
 PADDING = np.array([3, 0, 7, 1, 0])  # rows of unequal length
 MASK = (np.arange(S) >= PADDING[:, None]).astype(np.int32)
 NO_KEY = Sampling(eos=None, pad=np.int32(0))
-
-
-def model_of(config):
-    return jzero.from_flax(lambda rngs: (GPT2 if isinstance(config, GPT2Config) else Decoder)(config, rngs=rngs))
 
 
 def step_of(model, stage=0, more=None, **axes):

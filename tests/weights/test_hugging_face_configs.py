@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.decoders import model_of
 from helpers.refusals import refuses
 from hugging_face import (
     BERT,
@@ -40,12 +41,8 @@ from models.rope import frequencies
 TINY = {**DECODER, "model_type": "llama"}
 
 
-def decoder(config):
-    return jzero.from_flax(lambda rngs: Decoder(config, rngs=rngs))
-
-
 def written(config):
-    table = decoder(config).weights_layout()
+    table = model_of(config).weights_layout()
     return {**table["download"]["config"], **table["config"]}
 
 
@@ -94,7 +91,7 @@ def test_a_changed_field_wins_over_the_files_key():
     assert written(config_from_hf(old, rope_scaling=None))["rope_scaling"] is None
     assert written(config_from_hf(old))["rope_scaling"] == old["rope_scaling"]
     # The key of another family says nothing of a Llama.
-    assert decoder(config_from_hf({**TINY, "no_rope_layer_interval": 2})).weights_layout() is None
+    assert model_of(config_from_hf({**TINY, "no_rope_layer_interval": 2})).weights_layout() is None
 
 
 def test_the_labels_of_other_classes_do_not_go_back():
@@ -102,7 +99,7 @@ def test_the_labels_of_other_classes_do_not_go_back():
     there = config_from_hf({"model_type": "vit", "hidden_act": "gelu", **VIT, "num_channels": 3, **labels})
     for classes, kept in ((2, labels), (3, {})):
         shape = dataclasses.replace(there, num_classes=classes)
-        table = jzero.from_flax(lambda rngs, shape=shape: vit.ViT(shape, rngs=rngs)).weights_layout()
+        table = model_of(shape).weights_layout()
         assert {key: x for key, x in table["download"]["config"].items() if key in labels} == kept
 
 
@@ -118,7 +115,7 @@ def test_special_tokens_outside_of_a_smaller_vocabulary_do_not_go_back(family):
 def test_a_mixture_that_transformers_lacks():
     """It trains, and its files have jzero's own names; the report says why."""
     config = config_from_hf(TINY, qk_norm="shared")
-    assert decoder(config).weights_layout() is None
+    assert model_of(config).weights_layout() is None
     expected = "weights in files have jzero's own names: LlamaForCausalLM has no qk_norm='shared'"
     assert expected in jzero.report(step_of(config))
 
@@ -152,7 +149,7 @@ def test_the_rope_of_gpt_oss(name):
 def test_what_is_left_out_is_reported(keys, told):
     config = config_from_hf(TINY | {"model_type": "deepseek_v2", "num_experts_per_tok": 2} | keys)
     ((key, x),) = keys.items()
-    lines = [line for line in decoder(config).report_notes(np.dtype("f4")) if " = " in line]
+    lines = [line for line in model_of(config).report_notes(np.dtype("f4")) if " = " in line]
     assert [line.startswith(f"{key} = {x}: ") for line in lines] == [True] * told
 
 
@@ -284,10 +281,10 @@ LORA = LoRAConfig(target_modules="all-linear")
 NO_ADAPTERS = "q_proj, v_proj: files of gpt2 have no such modules; leave lora out, and train all weights"
 MODELS = {
     "adapters": (
-        lambda: decoder(config_from_hf(TINY | {"model_type": "glm4"}, lora=LORA)).weights_layout(),
+        lambda: model_of(config_from_hf(TINY | {"model_type": "glm4"}, lora=LORA)).weights_layout(),
         "target_modules has gate_proj, up_proj: files of glm4 have no such modules; it has down_proj, k_proj",
     ),
-    "a family": (lambda: decoder(config_from_hf(TINY, family="lama")).weights_layout(), "family = 'lama': must be one"),
+    "a family": (lambda: model_of(config_from_hf(TINY, family="lama")).weights_layout(), "family = 'lama': must be"),
     "adapters of GPT-2": (lambda: from_hf({"model_type": "gpt2", **GPT2}, lora=LoRAConfig()), NO_ADAPTERS),
     "quantised weights of GPT-2": (
         lambda: gpt2.GPT2(dataclasses.replace(SMALL_GPT, lora=LoRAConfig(quantized="nf4")), rngs=nnx.Rngs(0)),
