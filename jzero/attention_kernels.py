@@ -99,7 +99,8 @@ def _by(
 ) -> jax.Array:  # fmt: skip
     """Compute attention by one kernel of `jax.nn`."""
     S, dtype = xs[0].shape[1], xs[0].dtype
-    if kernel == "xla" and all(x.dtype == jnp.float16 for x in xs) and _on_cpu():  # JAX has no such products there
+    on_cpu = jax.default_backend() == "cpu" and absent_gpu() is None
+    if on_cpu and kernel == "xla" and all(x.dtype == jnp.float16 for x in xs):  # JAX has no such products there
         xs = xs[0].astype(jnp.float32), xs[1].astype(jnp.float32), xs[2].astype(jnp.float32)
     if kernel == "cudnn":
         xs, given = _for_cudnn(xs, given)
@@ -107,10 +108,6 @@ def _by(
         *xs, **given, scale=scale, is_causal=is_causal, local_window_size=window, implementation=kernel
     )
     return out[:, :S].astype(dtype)
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu" and absent_gpu() is None
 
 
 def _check_flash(query: jax.Array, serves: bool) -> None:

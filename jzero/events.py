@@ -151,16 +151,7 @@ class RunEnded(NamedTuple):
 
 
 # Those that `engine.on` takes: at a run's end there may be no engine that calls a function.
-EVENTS = (
-    StateStarted,
-    StepGiven,
-    StepEnded,
-    EvaluationGiven,
-    EvaluationEnded,
-    SaveBegan,
-    SaveEnded,
-    Noticed,
-)
+EVENTS = (StateStarted, StepGiven, StepEnded, EvaluationGiven, EvaluationEnded, SaveBegan, SaveEnded, Noticed)
 Event = (
     StateStarted
     | StepGiven

@@ -66,7 +66,9 @@ def make_mesh(
     from jzero.config import Config
 
     init_distributed()
-    devices = sorted(jax.devices() if devices is None else devices, key=_by_host)
+    devices = jax.devices() if devices is None else devices
+    # Neither ranks nor device ids need be consecutive on a host.
+    devices = sorted(devices, key=lambda device: (host_of(device), device.process_index, device.id))
     keywords = {PIPE: pipe, DATA: data, ZERO: zero, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     if data == zero == -1:
         raise ConfigError(
@@ -79,11 +81,6 @@ def make_mesh(
     degrees = Config.load(config).mesh_degrees(len(devices))
     shape = [degrees[axis] for axis in AXES]
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _by_host(device: Any) -> tuple[int, int, int]:
-    """Return a sort key, host first: neither ranks nor device ids need be consecutive on a host."""
-    return host_of(device), device.process_index, device.id
 
 
 def resolve_mesh(

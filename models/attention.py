@@ -8,8 +8,6 @@ Shape suffixes:
     L  a latent's width      R  the rotated dimensions     1  a broadcast axis
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
@@ -247,7 +245,7 @@ class Attention(nnx.Module):
         c, sinks_KG = self.config, self.sinks[...] if self.config.sinks else None
         options: Any = {"choice": c.attention, "scale": c.attention_scale, "softcap": c.attention_softcap}
         options |= {"causal": causal, "window": window, "sinks_KG": sinks_KG, "length": c.row_length}
-        return self.out(heads_joined(attend(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, **options)))
+        return self.out(lax.collapse(attend(q_BSHC, k_BTKC, v_BTKC, mask_B1ST, **options), 2))
 
 
 class LatentAttention(nnx.Module):
@@ -294,7 +292,7 @@ class LatentAttention(nnx.Module):
         all_BT1L = cache_BTL[:, :, None]
         o_BSHL = attend(q_BSHL, all_BT1L, all_BT1L, x.visible_B11T(T), scale=self.scale)
         o_BSHC = jnp.einsum("bshl,lhc->bshc", o_BSHL[..., : m.rank], values_LHC)
-        return self.out(heads_joined(o_BSHC)), cache_BTL
+        return self.out(lax.collapse(o_BSHC, 2)), cache_BTL
 
     def compressed(self, x: Carry | Decoding, length: int) -> tuple[jax.Array, jax.Array]:
         """Compute queries [B, S, H, C], and latents with rotated keys [B, S, L + R], in rows of `length` tokens."""
@@ -315,11 +313,7 @@ class LatentAttention(nnx.Module):
         key_BSHR = jnp.broadcast_to(key_BSR[:, :, None], (*k_BSHC.shape[:3], m.rotated))
         k_BSHC = jnp.concatenate([k_BSHC, key_BSHR], axis=-1)
         options: Any = {"choice": self.config.attention, "causal": True, "scale": self.scale}
-        return self.out(heads_joined(attend(q_BSHC, k_BSHC, v_BSHC, same_segment(segments_BS), **options)))
-
-
-def heads_joined(o_BSHC: jax.Array) -> jax.Array:
-    return o_BSHC.reshape(*o_BSHC.shape[:2], -1)
+        return self.out(lax.collapse(attend(q_BSHC, k_BSHC, v_BSHC, same_segment(segments_BS), **options), 2))
 
 
 def flag(pattern: tuple[bool, ...] | None, layer: jax.Array | None) -> jax.Array | None:

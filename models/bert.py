@@ -3,8 +3,6 @@
 Shape suffixes: B batch, S sequence, D model width, V vocabulary, padded.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

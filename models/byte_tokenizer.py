@@ -1,7 +1,5 @@
 """A tokenizer of `transformers` that needs no download: its tokens are bytes, its chat template is ChatML."""
 
-from __future__ import annotations
-
 from typing import Any
 
 CHATML = (

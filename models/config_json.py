@@ -3,8 +3,6 @@
 `there` is the content of a config.json, with the family's values of keys that it lacks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Parts of a config.json that several keys say together: windows, RoPE, mixtures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ One program serves Llama (Touvron et al., arXiv:2302.13971) and the other famili
 Shape suffixes are those of models/attention.py, and V: the vocabulary, padded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

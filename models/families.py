@@ -4,8 +4,6 @@ A row names what differs from Llama: the fields that a family always has, the ke
 the values of keys that config.json may lack, and the names of the weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Llama: the decoder with its default fields, and shapes by name (Touvron et al., arXiv:2302.13971)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from jzero.errors import ConfigError

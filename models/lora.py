@@ -4,8 +4,6 @@ lora = LoRAConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
 model = jzero.models.from_hf("Qwen3-8B", lora=lora)  # train with "trainable_parameters": ["lora_"]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,6 @@ DeepSeek-V3, arXiv:2412.19437).
 Shape suffixes besides those of models/attention.py: E experts, N experts of a token, F width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -5,8 +5,6 @@ engine, *_ = jzero.initialize(model=model, config=config)
 engine.load_weights("Qwen3-8B")
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The norms of decoders and encoders, float32 inside."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

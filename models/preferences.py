@@ -1,7 +1,5 @@
 """A decoder that learns preferences: direct preference optimization (Rafailov et al., arXiv:2305.18290)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -6,8 +6,6 @@ largest magnitude; the scales of a row of blocks are themselves 8-bit integers w
 derivative: the matrix is never kept.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import gcd
 from typing import Any, Literal, NamedTuple

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, S sequence, H heads, C width of a head, R rotated dimensions, the first ones of a head.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

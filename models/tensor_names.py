@@ -4,8 +4,6 @@ A row exists where the model has its leaf, so that the shapes of the parameters 
 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, product
 from math import prod

@@ -3,8 +3,6 @@
 Shape suffixes are those of models/attention.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -70,14 +68,14 @@ class Block(nnx.Module):
             self.attention_post_norm, self.mlp_post_norm = make_norm(config, rngs), make_norm(config, rngs)
 
     def __call__(self, x: Carry) -> Carry:
-        h_BSD = self.before("attention", x.x_BSD)
+        h_BSD = self.normed("attention_norm", x.x_BSD)
         y_BSD = self.attention(x._replace(x_BSD=h_BSD))
         x_BSD, metrics = self.feed_forward(x.x_BSD, h_BSD, y_BSD, self.config.mlp_tiles)
         metrics = x.metrics if metrics is None else jax.tree.map(jnp.add, x.metrics, metrics)
         return Carry(x_BSD, x.segments_BS, None if x.layer is None else x.layer + 1, metrics)
 
     def decode(self, x: Decoding, cache: Cache) -> tuple[Decoding, Cache]:
-        h_BSD = self.before("attention", x.x_BSD)
+        h_BSD = self.normed("attention_norm", x.x_BSD)
         y_BSD, cache = self.attention.decode(x._replace(x_BSD=h_BSD), cache)
         layer = None if x.layer is None else x.layer + 1
         return x._replace(x_BSD=self.feed_forward(x.x_BSD, h_BSD, y_BSD)[0], layer=layer), cache
@@ -88,24 +86,19 @@ class Block(nnx.Module):
         """Add attention's output y_BSD of h_BSD to x_BSD, and then the feed-forward layer's; return its metrics too."""
         parallel = {"one_norm": h_BSD, "two_norms": x_BSD}
         # One line for each sum: a plan shows collectives by their lines.
-        x_BSD = self.after("attention", x_BSD + self.scaled("attention", y_BSD))
+        x_BSD = self.normed("attention_norm", x_BSD + self.scaled("attention", y_BSD), of_sum=True)
         source_BSD = parallel.get(self.config.parallel or "", x_BSD)
-        y_BSD = tiled(lambda x_BSD: self.mlp(self.before("mlp", x_BSD)), source_BSD, tiles)
+        y_BSD = tiled(lambda x_BSD: self.mlp(self.normed("mlp_norm", x_BSD)), source_BSD, tiles)
         y_BSD, metrics = y_BSD if isinstance(y_BSD, tuple) else (y_BSD, None)
-        return self.after("mlp", x_BSD + self.scaled("mlp", y_BSD)), metrics
-
-    def before(self, part: str, x_BSD: jax.Array) -> jax.Array:
-        return x_BSD if self.config.norms == "sum" else self.normed(f"{part}_norm", x_BSD)
+        return self.normed("mlp_norm", x_BSD + self.scaled("mlp", y_BSD), of_sum=True), metrics
 
     def scaled(self, part: str, y_BSD: jax.Array) -> jax.Array:
         return times(self.normed(f"{part}_post_norm", y_BSD), self.config.residual_scale)
 
-    def after(self, part: str, x_BSD: jax.Array) -> jax.Array:
-        return self.normed(f"{part}_norm", x_BSD) if self.config.norms == "sum" else x_BSD
-
-    def normed(self, name: str, x_BSD: jax.Array) -> jax.Array:
-        """Apply a norm, if this family has it."""
-        return getattr(self, name)(x_BSD) if hasattr(self, name) else x_BSD
+    def normed(self, name: str, x_BSD: jax.Array, *, of_sum: bool = False) -> jax.Array:
+        """Apply a norm, if this family has it there: in some, norms are those of the sum."""
+        is_there = hasattr(self, name) and of_sum == (self.config.norms == "sum")
+        return getattr(self, name)(x_BSD) if is_there else x_BSD
 
 
 class LayerGroup(nnx.Module):

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, S patches and the class token, made even, D model width, P pixels of a patch, O classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

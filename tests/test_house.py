@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "jzero"
 HEART = ("layout", "passes", "step")
 LIMITS = {
-    "lines": 50820,
+    "lines": 50755,
     "files": 274,
-    "statements": 29889,
-    "Any": 1147,
+    "statements": 29886,
+    "Any": 1144,
     "rooms": 40,
     "floors": 16,
     "arrows": 259,
@@ -32,9 +32,9 @@ LIMITS = {
     "file names used twice": 0,
     "files missing in jzero/README.md": 0,
     "lines of it over 120 characters": 0,
-    "lines of layout, passes and step": 4177,
+    "lines of layout, passes and step": 4175,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 36455,
+    "lines of tests": 36430,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 

@@ -109,6 +109,20 @@ def is_constant(x: Any) -> bool:
     return isinstance(x, Literal)
 
 
+@functools.cache
+def make_sharding_errors_cheap() -> None:
+    """Let tracers say without a search that they have no sharding, as they do since jax 0.11.
+
+    Flax asks them at each random key of a module. In jax 0.10 their property looks through all equations so far, for a
+    message that nobody sees: with 400 linear layers that took 30 s, not 2. Without it, `__getattr__` raises the error.
+    """
+    import jax
+    from jax._src import core
+
+    if jax.__version_info__ < (0, 11):
+        del core.Tracer.sharding  # type: ignore[misc]
+
+
 def without_dead_code(traced: Any) -> Any:
     """Return the jaxpr of a traced function without what its outputs do not need, also inside jit, scan and checkpoint.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jzero._compat import subclass
+from jzero._compat import make_sharding_errors_cheap, subclass
 from jzero.adapters.constants import Constants, same
 from jzero.adapters.layer_paths import Key
 from jzero.adapters.methods import ModuleModel, Outcome, add_state, changed, copy_description, stack_outputs, with_taken
@@ -55,6 +55,7 @@ def abstract_module(build: Build) -> Any:
       ConfigError: an attribute that NNX takes for a setting holds arrays, which are tracers now.
     """
     _register_tracers()
+    make_sharding_errors_cheap()
     module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     for path, node in nnx.iter_modules(module):
         for name, value in vars(node).items():

@@ -251,9 +251,6 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
         "optimizer.type optimizer.params optimizer.groups optimizer.no_weight_decay",
         lambda s: optimizers.optimizer_problems(s.optimizer) if s.optimizer else (),
     ),
-    (
-        "scheduler.type scheduler.params",
-        lambda s: lr_schedules.scheduler_problems(s.scheduler) if s.scheduler else (),
-    ),
+    ("scheduler.type scheduler.params", lambda s: lr_schedules.scheduler_problems(s.scheduler) if s.scheduler else ()),
     (f"curriculum_learning {CURRICULUM}", _curriculum),
 )

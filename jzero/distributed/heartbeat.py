@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -114,7 +114,7 @@ def _count(path: str, waiting: _Waiting) -> None:
     global _finished, _moved
     before = None
     while True:
-        while waiting and _is_finished(waiting[0][0]):
+        while waiting and ((x := waiting[0][0]) is None or x.is_deleted() or x.is_ready()):  # type: ignore[attr-defined]
             now, (_, done) = time.monotonic(), waiting[0]
             if done.steady:
                 _times.append(now - max(done.began, _moved))
@@ -125,10 +125,6 @@ def _count(path: str, waiting: _Waiting) -> None:
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 write(path, f"{_finished} {_begun}")
         time.sleep(0.2)
-
-
-def _is_finished(result: Any) -> bool:  # JAX's types do not know is_ready
-    return result is None or result.is_deleted() or result.is_ready()
 
 
 def write(path: str, text: str) -> None:

@@ -78,12 +78,7 @@ def row_sums(logits: jax.Array, labels: jax.Array, size: jax.Array | int) -> tup
 
 
 def row_gradient(
-    logits: jax.Array,
-    labels: jax.Array,
-    size: jax.Array | int,
-    highest: jax.Array,
-    log_total: jax.Array,
-    g: jax.Array,
+    logits: jax.Array, labels: jax.Array, size: jax.Array | int, highest: jax.Array, log_total: jax.Array, g: jax.Array
 ) -> jax.Array:
     """Compute (exp(logits - highest - log_total) - one_hot(labels)) * g in the logits' dtype; see `row_sums`."""
     (dx,) = _bind(_gradient, logits, labels, size, highest, log_total, g)

@@ -19,12 +19,7 @@ from jzero._compat import close_transport
 from jzero.launcher.job import Job
 from jzero.launcher.transports import agent_command
 
-SENT = (
-    "jzero.errors",
-    "jzero.distributed.connections",
-    "jzero.distributed.machine",
-    "jzero.launcher.descendants",
-)
+SENT = ("jzero.errors", "jzero.distributed.connections", "jzero.distributed.machine", "jzero.launcher.descendants")
 
 
 @cache

@@ -40,11 +40,6 @@ def on_host(x: jax.Array) -> bool:
     return x.sharding.memory_kind == HOST
 
 
-def with_memory_kinds(shardings: PyTree, on_host: PyTree) -> PyTree:
-    """Give the shardings of the leaves on the host their memory kind; `on_host` is a tree of bools."""
-    return jax.tree.map(lambda s, there: s.with_memory_kind(HOST) if there else s, shardings, on_host)
-
-
 def copy_to_device(layout: ParamLayout, master: jax.Array, dtype: Any) -> jax.Array:
     """Copy a local master to the device in another dtype, in a loop over its layers."""
     if not layout.on_host.master or layout.on_host.in_use:

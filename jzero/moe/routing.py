@@ -20,9 +20,7 @@ from jzero.tracing.source_lines import calling_line
 
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["experts", "weights", "scores", "slots"],
-    meta_fields=["capacity"],
+    jax.tree_util.register_dataclass, data_fields=["experts", "weights", "scores", "slots"], meta_fields=["capacity"]
 )
 @dataclass(frozen=True)
 class Routing:

@@ -203,8 +203,7 @@ def _warmup(p: Values, base_lr: float, gamma_after: Callable[[jax.Array, int], A
     elif high != base_lr:
         notes.append(f"{name}: warmup_max_lr {high:g} overrides the optimizer's lr {base_lr:g}")
     return LRSchedule(
-        _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))),
-        notes=tuple(notes),
+        _by_call(low, lambda k: low + (high - low) * jnp.where(k < n, ramp(k), gamma_after(k, n))), notes=tuple(notes)
     )
 
 
@@ -283,16 +282,14 @@ def _one_cycle(p: Values, base_lr: float) -> LRSchedule:
 
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     lr = _by_call(
-        low,
-        lambda k: jnp.where(k < total, low + (high - low) * height(k), low / growth(k, p["decay_lr_rate"])),
+        low, lambda k: jnp.where(k < total, low + (high - low) * height(k), low / growth(k, p["decay_lr_rate"]))
     )
     notes = [f"OneCycle: the rate runs {low:g} to {high:g} and back; the optimizer's lr {base_lr:g} is not used"]
     if not p["cycle_momentum"]:
         return LRSchedule(lr, notes=tuple(notes))
     slow, fast = p["cycle_min_mom"], p["cycle_max_mom"]
     momentum = _by_call(
-        slow,
-        lambda k: jnp.where(k < total, fast - (fast - slow) * height(k), fast * growth(k, p["decay_mom_rate"])),
+        slow, lambda k: jnp.where(k < total, fast - (fast - slow) * height(k), fast * growth(k, p["decay_mom_rate"]))
     )
     notes.append(f"OneCycle: cycle_momentum moves the optimizer's first beta in {slow:g} to {fast:g} against the rate")
     return LRSchedule(lr, momentum, tuple(notes))
@@ -316,8 +313,7 @@ _TOTAL = {"total_num_steps": Param(REQUIRED, POSITIVE32)}
 _DEEPSPEED: dict[str, _ScheduleRow] = {
     # The two defaults differ in DeepSpeed too (pull request 7360 changed WarmupLR's alone).
     "WarmupLR": _ScheduleRow(
-        {**_FLOOR, "warmup_max_lr": Param(None, _PEAK)},
-        lambda p, lr: _warmup(p, lr, lambda k, n: 1.0, "WarmupLR"),
+        {**_FLOOR, "warmup_max_lr": Param(None, _PEAK)}, lambda p, lr: _warmup(p, lr, lambda k, n: 1.0, "WarmupLR")
     ),
     "WarmupDecayLR": _ScheduleRow(
         {**_TOTAL, **_FLOOR, "warmup_max_lr": Param(0.001, _PEAK)}, _warmup_decay_lr, _check_warmup

@@ -138,12 +138,7 @@ DEEPSPEED: dict[str, Row] = {
         check=_momentum_for_nesterov,
     ),
     "Lamb": Row(
-        {
-            **_ADAM,
-            **_EXACT_EPS,
-            "min_coeff": Param(0.01, NON_NEGATIVE32),
-            "max_coeff": Param(10.0, NON_NEGATIVE32),
-        },
+        {**_ADAM, **_EXACT_EPS, "min_coeff": Param(0.01, NON_NEGATIVE32), "max_coeff": Param(10.0, NON_NEGATIVE32)},
         transforms.lamb,
         _ALL_BY_GROUP,
     ),

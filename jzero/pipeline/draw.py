@@ -89,7 +89,10 @@ def draw_figure(schedule: PipelineSchedule) -> Figure:
     axes.set_xlabel("tick")
     axes.set_title(repr(schedule), loc="left", fontsize=9)
     entries = [
-        Patch(color=_shade(schedule, letter, chunk)[0], label=f"{letter}: {name}" + _of_chunk(schedule, chunk))
+        Patch(
+            color=_shade(schedule, letter, chunk)[0],
+            label=f"{letter}: {name}" + (f", chunk {chunk}" if schedule.chunks > 1 else ""),
+        )
         for letter, name in _names(schedule).items()
         for chunk in dict.fromkeys((0, schedule.chunks - 1))  # the shades between need no legend
     ]
@@ -127,10 +130,6 @@ def _names(schedule: PipelineSchedule) -> dict[str, str]:
     split = "W" in schedule.works
     names = {"F": "forward", "B": "input gradient" if split else "backward", "W": "weight gradient"}
     return {letter: names[letter] for letter in schedule.works}
-
-
-def _of_chunk(schedule: PipelineSchedule, chunk: int) -> str:
-    return f", chunk {chunk}" if schedule.chunks > 1 else ""
 
 
 def _shade(schedule: PipelineSchedule, letter: str, chunk: int) -> tuple[str, str]:

@@ -18,17 +18,7 @@ from jzero.planner import kernel_costs
 from jzero.planner.collectives import KINDS, distinct, loops_text
 from jzero.planner.memory import CUDA_ROOM
 from jzero.planner.plan_facts import Budget, PlanFacts, PlannedMemory
-from jzero.planner.step_time import (
-    BETWEEN,
-    COMMUNICATION,
-    COMPUTE,
-    COPIES,
-    EXPOSED,
-    INTERVALS,
-    LOOPS,
-    SLOWED,
-    StepTime,
-)
+from jzero.planner.step_time import BETWEEN, COMMUNICATION, COMPUTE, COPIES, EXPOSED, INTERVALS, LOOPS, SLOWED, StepTime
 from jzero.planner.traced_operations import MOVE_COLUMNS, MOVE_WORDS
 
 if TYPE_CHECKING:

@@ -42,10 +42,7 @@ def train_demo(steps: int) -> Demo:
     config = {
         "train_batch_size": ROWS,
         "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {"warmup_num_steps": 10, "total_num_steps": max(steps, 11)},
-        },
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": max(steps, 11)}},
         "steps_per_print": max(1, steps // 5),
     }
     shape = preset("tiny", num_layers=2)

@@ -22,12 +22,8 @@ KEYWORDS = {  # call -> keyword -> what to write
         "mesh_param": "pass mesh=jzero.make_mesh(...), or the config's mesh section",
         "collate_fn": "give training_data as arrays, or call train_batch with batches of your own loader",
     },
-    "backward": {
-        "retain_graph": "leave it out: a micro-batch has one loss; add further terms in the loss function",
-    },
-    "step": {
-        "lr_kwargs": "leave it out: the schedule counts the steps; engine.set_lr(lr) sets a rate",
-    },
+    "backward": {"retain_graph": "leave it out: a micro-batch has one loss; add further terms in the loss function"},
+    "step": {"lr_kwargs": "leave it out: the schedule counts the steps; engine.set_lr(lr) sets a rate"},
     "eval_batch": {
         "return_logits": "write engine.predict(x)",
         "compute_loss": "write engine.predict(x) for outputs without a loss",
@@ -36,7 +32,7 @@ KEYWORDS = {  # call -> keyword -> what to write
         "num_micro_batches": "leave it out, and pass a batch with any multiple of micro-batch x replicas rows",
     },
     "save_16bit_model": {
-        "exclude_frozen_parameters": "leave it out: all weights are written; for adapters alone engine.save_adapters",
+        "exclude_frozen_parameters": "leave it out: all weights are written; for adapters alone engine.save_adapters"
     },
 }
 

@@ -42,12 +42,7 @@ def make_notes(step: TrainStep, loader: Any, counters: Mapping[str, int], client
     sizes, table = step.batch_sizes, weights_layout(step.model)
     return {
         "engine": dict(counters),
-        "batch": {
-            "train": sizes.train,
-            "micro": sizes.micro,
-            "replicas": step.replicas,
-            "given": given(step.config),
-        },
+        "batch": {"train": sizes.train, "micro": sizes.micro, "replicas": step.replicas, "given": given(step.config)},
         "precision": step.config.precision,
         "loss_scale": scaling_of(step.precision.scaler),
         "lr": step.rate,

@@ -104,7 +104,10 @@ class States:
             params=jax.tree.map(lambda layout: layout.on_host.master, params),
             opt_state=jax.tree.map(lambda layout: layout.on_host.moments, opt_state),
         )
-        self.shardings = offload.with_memory_kinds(shardings(setup.mesh, self.specs), self.on_host)
+        self.shardings = jax.tree.map(
+            lambda there, s: s.with_memory_kind(offload.HOST) if there else s,
+            self.on_host, shardings(setup.mesh, self.specs),
+        )  # fmt: skip
         self._init = self._in_parts(self._new, lambda state: state)
         # Without the parameters, which are there already: only what is around them is made.
         without = partial(dataclasses.replace, params=None)

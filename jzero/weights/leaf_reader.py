@@ -26,10 +26,7 @@ PIECE = 128 * 2**20
 
 
 def read_leaf(
-    parts: list[tuple[File, Tensor]],
-    leaf: jax.ShapeDtypeStruct,
-    sharding: Sharding,
-    check: FileChecksums | None = None,
+    parts: list[tuple[File, Tensor]], leaf: jax.ShapeDtypeStruct, sharding: Sharding, check: FileChecksums | None = None
 ) -> jax.Array:
     """Read this process's slices of a leaf; those that several devices hold are read only once.
 

@@ -25,16 +25,7 @@ from jzero.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, trained
 from jzero.weights.fp8_blocks import unpacked_fp8
 from jzero.weights.leaf_reader import FileChecksums, read_leaf
 from jzero.weights.mxfp4 import unpacked
-from jzero.weights.name_map import (
-    ShapeDtype,
-    Table,
-    Tensor,
-    adapter_leaves,
-    by_tensor,
-    dotted,
-    leaves_of,
-    tensors,
-)
+from jzero.weights.name_map import ShapeDtype, Table, Tensor, adapter_leaves, by_tensor, dotted, leaves_of, tensors
 from jzero.weights.safetensors import File
 
 if TYPE_CHECKING:

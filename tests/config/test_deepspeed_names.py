@@ -222,11 +222,7 @@ def test_what_has_no_meaning_says_what_to_write(whole, call, words):
 
 @pytest.mark.parametrize(
     ("own", "first", "grouped"),
-    [
-        (None, True, False),
-        ({"type": int, "default": -1}, False, True),
-        ({"type": str, "default": "0"}, True, False),
-    ],
+    [(None, True, False), ({"type": int, "default": -1}, False, True), ({"type": str, "default": "0"}, True, False)],
 )
 def test_the_launchers_local_rank(own, first, grouped):
     """A script needs no option --local_rank; one of its own decides on type and default, wherever it is added."""

@@ -13,14 +13,7 @@ from helpers.cuda import needs_cuda_compiler
 import jzero
 
 VERSION = ".".join(jax.__version__.split(".")[:2])
-MODULES = (
-    "jzero",
-    "jzero.checkpoint",
-    "jzero.data",
-    "jzero.optimizers",
-    "jzero.planner",
-    "jzero.weights",
-)
+MODULES = ("jzero", "jzero.checkpoint", "jzero.data", "jzero.optimizers", "jzero.planner", "jzero.weights")
 PLANS = [
     "functions-zero0", "nnx-zero1", "linen-zero2", "llama-zero3", "mixture-expert2-zero3", "llama-tensor2-zero3",
     "llama-context2-zero1", "llama-pipe2-zero3", "llama-fp8", "llama-offload-both",

@@ -11,11 +11,7 @@ from helpers.cuda import needs_cuda_compiler
 import jzero
 from jzero.planner import collectives, gpu_devices
 
-needs_gpu_programs = [
-    pytest.mark.gpu_compile,
-    needs_cuda_compiler,
-    pytest.mark.usefixtures("no_compilation_cache"),
-]
+needs_gpu_programs = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "collective_permute")
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in KINDS}  # one operation per array
 SIZE = {"bf16": 2, "f32": 4, "f16": 2}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -168,6 +169,22 @@ class WithGrid(nnx.Module):
 
     def __call__(self, x):
         return self.inner(x + self.inner.grid.points)
+
+
+def test_a_tracer_without_a_sharding_says_so_without_a_search():
+    """Flax asks at each random key; jax 0.10 looked through all equations, which took a deep module half a minute."""
+    jzero.from_flax(partial(nnx.Linear, 4, 4), mean_square)
+
+    def ask(x):
+        for _ in range(1000):
+            x = x + 1
+        start = time.process_time()
+        assert not any(hasattr(x, "sharding") for _ in range(500))
+        return time.process_time() - start
+
+    seconds = []
+    jax.eval_shape(lambda x: seconds.append(ask(x)), 1.0)
+    assert seconds[0] < 0.5
 
 
 def test_arrays_in_an_object_that_nnx_does_not_know():

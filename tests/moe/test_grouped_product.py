@@ -158,11 +158,7 @@ def test_hopper_kernels(rows, d, f, sizes):
 
 
 @pytest.mark.parametrize(
-    ("rows", "d", "f", "sizes", "dtype"),
-    [
-        (301, 72, 200, [130, 0, 101], jnp.bfloat16),
-        (*TILED[2], jnp.float32),
-    ],
+    ("rows", "d", "f", "sizes", "dtype"), [(301, 72, 200, [130, 0, 101], jnp.bfloat16), (*TILED[2], jnp.float32)]
 )
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
@@ -193,8 +189,7 @@ def gpu_program(gpu, rows, d, f, dtype):
 # Two layers: the product forward, again in the backward pass, and two gradients.
 @on_gpu
 @pytest.mark.parametrize(
-    ("gpu", "kernel"),
-    [("h100", "mosaic_gpu_v2"), pytest.param("a100", "__gpu$xla.gpu.triton", marks=pytest.mark.slow)],
+    ("gpu", "kernel"), [("h100", "mosaic_gpu_v2"), pytest.param("a100", "__gpu$xla.gpu.triton", marks=pytest.mark.slow)]
 )
 def test_programs_have_no_dense_product(gpu, kernel):
     rows, d, f = 1024, 256, 512

@@ -142,11 +142,7 @@ OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "there", "more", "strict"),
-    [
-        ("fp8", "fp8", {}, True),
-        ("bf16", "fp8", {"ema": {"decay": 0.9}}, False),
-        ("fp32", "fp8", OFFLOAD, True),
-    ],
+    [("fp8", "fp8", {}, True), ("bf16", "fp8", {"ema": {"decay": 0.9}}, False), ("fp32", "fp8", OFFLOAD, True)],
 )
 def test_a_checkpoint_continues_with_moments_in_another_dtype(tmp_path, here, there, more, strict):
     def engine(dtype, stage, **degrees):

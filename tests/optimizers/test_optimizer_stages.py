@@ -164,11 +164,7 @@ def test_every_matrix_is_numpys(dtype, error):
 DEPTH, WIDTH, HIDDEN, HEADS, KV_HEADS = 3, 128, 256, 4, 2
 
 
-PROGRAMS = [
-    ({"tensor": 2, "zero": 2}, 3, True),
-    ({"data": 2, "zero": 2}, 1, False),
-    ({"pipe": 3, "zero": 2}, 3, True),
-]
+PROGRAMS = [({"tensor": 2, "zero": 2}, 3, True), ({"data": 2, "zero": 2}, 1, False), ({"pipe": 3, "zero": 2}, 3, True)]
 
 
 @on_gpu

@@ -58,10 +58,7 @@ def test_one_device_computes_the_same(layout, factor):
 DEEPSEEK = MixtureConfig(4, 2, 16, score="sigmoid", scale=2.5, groups=(2, 1, 2), shared=24, balance=0.0, bias_rate=0.01)
 
 
-BIASED = [
-    {"expert": 2, "zero": 2, "stage": 3},
-    {"pipe": 2, "expert": 2, "stage": 2},
-]
+BIASED = [{"expert": 2, "zero": 2, "stage": 3}, {"pipe": 2, "expert": 2, "stage": 2}]
 
 
 @pytest.mark.parametrize("layout", some(BIASED, BIASED[:1]), ids=str)

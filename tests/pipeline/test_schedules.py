@@ -105,10 +105,7 @@ def test_phases_ticks_and_bubble_are_those_of_the_table(schedule, cost):
     phases, bubble = {
         "gpipe": ([("F", M + S - 1), ("B", M + S - 1)], (S - 1) / (M + S - 1)),
         "1f1b": ([("F", S - 1), ("FB", M), ("B", S - 1)], (S - 1) / (M + S - 1)),
-        "interleaved": (
-            [("F", S * V - 1), ("FB", M * V + S - S * V), ("B", S * V - 1)],
-            (S - 1) / (M * V + S - 1),
-        ),
+        "interleaved": ([("F", S * V - 1), ("FB", M * V + S - S * V), ("B", S * V - 1)], (S - 1) / (M * V + S - 1)),
         "zero_bubble": (
             [("F", S * V - 1), ("FB", S - 1), ("FBW", M * V + 1 - S * V), ("BW", S * V - 1)],
             (S - 1) * (F + B) / (M * V * (F + B + W) + (S - 1) * (F + B)),

@@ -130,10 +130,7 @@ def test_a_conversation_that_cannot_be_trained(tmp_path, tokenizer):
         ([TALK[0], {**TALK[1], "role": "gpt"}], "line 3: no turn of .* the roles are user, gpt$"),
         ([TALK[0], {**TALK[1], "content": None}], r"^line 3: .*of message 2 \(assistant\) is null: must be a t"),
         ([TALK[0], {"role": "assistant", "tool_calls": []}], "^line 3: .* message 2 .assistant. is null"),
-        (
-            [TALK[0], {"role": "assistant", "tool_calls": [1]}],
-            "^line 3: the chat template .* of message 2 ",
-        ),
+        ([TALK[0], {"role": "assistant", "tool_calls": [1]}], "^line 3: the chat template .* of message 2 "),
     ):
         path = write(tmp_path / "a.jsonl", "", "", {"messages": messages})
         refuses(lambda path=path: read_examples(path).rows(tokenizer, 64, 258, pack=True), words)

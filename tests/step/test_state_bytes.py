@@ -46,11 +46,7 @@ def held(shapes, group):
 
 @pytest.mark.parametrize(
     ("accum", "more", "size"),
-    [
-        (4, {}, 4),
-        (4, {"data_types": {"grad_accum_dtype": "bf16"}}, 2),
-        (1, {"communication_data_type": "fp32"}, 4),
-    ],
+    [(4, {}, 4), (4, {"data_types": {"grad_accum_dtype": "bf16"}}, 2), (1, {"communication_data_type": "fp32"}, 4)],
 )
 def test_gradients_are_in_the_dtype_they_wait_in(accum, more, size):
     assert state_bytes(tiny_step(3, accum=accum, **more)).gradients == size * held(shapes_of(TINY), 8)

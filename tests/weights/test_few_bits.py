@@ -89,8 +89,7 @@ def mxfp4(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("fp8", {"stage": 3, "zero": 2}), ("fp8", {"tensor": 2}), ("mxfp4", {"tensor": 2})],
+    ("kind", "layout"), [("fp8", {"stage": 3, "zero": 2}), ("fp8", {"tensor": 2}), ("mxfp4", {"tensor": 2})]
 )
 def test_parts_of_matrices_on_each_layout(kind, layout, request):
     few, plain = request.getfixturevalue(kind)
