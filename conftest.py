@@ -29,11 +29,11 @@ def quiet():
 
 
 # The tests spend half of their time in XLA's emitters of fused loops for CPUs. Those before them compile three times as
-# fast. From 0.11 on, XLA no longer has them, and refuses the flag; instead, beside YNN, it adds up some products of
-# bfloat16 matrices in bfloat16.
-emitters = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-is_new = tuple(map(int, version("jaxlib").split(".")[:2])) >= (0, 11)
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=" if is_new else emitters)
+# fast. From 0.11 on, XLA has no others and refuses the flag. There YNN is off: with it, XLA sums some bfloat16 matmuls
+# in bfloat16 (tests/fusion/test_fused.py).
+has_others = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
+others = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ.setdefault("XLA_FLAGS", others if has_others else "--xla_cpu_experimental_ynn_fusion_type=")
 
 # Hundreds of processes import jzero: they keep its bytecode, also where the shell's Python does not.
 sys.dont_write_bytecode = False

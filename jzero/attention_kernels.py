@@ -99,8 +99,8 @@ def _by(
 ) -> jax.Array:  # fmt: skip
     """Compute attention by one kernel of `jax.nn`."""
     S, dtype = xs[0].shape[1], xs[0].dtype
-    on_cpu = jax.default_backend() == "cpu" and absent_gpu() is None
-    if on_cpu and kernel == "xla" and all(x.dtype == jnp.float16 for x in xs):  # JAX has no such products there
+    is_float16 = kernel == "xla" and all(x.dtype == jnp.float16 for x in xs)
+    if is_float16 and jax.default_backend() == "cpu" and absent_gpu() is None:  # JAX has no such products there
         xs = xs[0].astype(jnp.float32), xs[1].astype(jnp.float32), xs[2].astype(jnp.float32)
     if kernel == "cudnn":
         xs, given = _for_cudnn(xs, given)

@@ -96,7 +96,7 @@ class Block(nnx.Module):
         return times(self.normed(f"{part}_post_norm", y_BSD), self.config.residual_scale)
 
     def normed(self, name: str, x_BSD: jax.Array, *, of_sum: bool = False) -> jax.Array:
-        """Apply a norm, if this family has it there: in some, norms are those of the sum."""
+        """Apply a norm, if this family has it here: before a layer, or with norms = "sum" after the residual sum."""
         is_there = hasattr(self, name) and of_sum == (self.config.norms == "sum")
         return getattr(self, name)(x_BSD) if is_there else x_BSD
 

@@ -103,8 +103,8 @@ _ELEMENTWISE = {
     "t": "cos pow sin",
     "c": "and clamp eq expm1 floor ge gt is_finite le lt ne not or rem round select_n stop_gradient xor",
     "": "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj copy_p cosh digamma"
-    " erf_inv igamma igamma_grad_a igammac imag lgamma name nextafter population_count real reduce_precision"
-    " shift_left shift_right_arithmetic shift_right_logical sinh tan",
+    " erf_inv igamma igamma_grad_a igammac imag lgamma name nextafter polygamma population_count real reduce_precision"
+    " shift_left shift_right_arithmetic shift_right_logical sinh tan zeta",
 }
 
 

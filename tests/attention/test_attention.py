@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler, on_gpu
-from helpers.decoders import model_of
+from helpers.named_models import model_of
 from helpers.programs import h100s, pairs, traced
 from jax._src.cudnn import fused_attention_stablehlo
 

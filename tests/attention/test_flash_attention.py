@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler, on_gpu
 from helpers.programs import pairs, traced
+from jax.sharding import AxisType
 
 import jzero
 from jzero import attention_kernels
@@ -128,7 +129,7 @@ def test_where_flash_attention_runs(hopper, monkeypatch):
         (("expert", "context"), "FlashAttention-3 is not divided along expert and context"),
         (("data", "zero"), "XLA does not divide FlashAttention-3 along data and zero"),
     ):
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), axes)):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), axes, (AxisType.Auto,) * 2)):
             assert flash_obstacle(BF16, 128) == why
     monkeypatch.undo()
     monkeypatch.setattr(attention_kernels, "compute_capability", lambda: (10, 0))
@@ -161,7 +162,7 @@ def test_jzero_attention_by_flash_attention(kernels, hopper):
 def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monkeypatch):
     """On a mesh, which divides the program; cuDNN's where the call or the mesh is not for it, and in a plan."""
     monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
-    one, tensor = (jax.sharding.AbstractMesh((n,), ("tensor",)) for n in (1, 2))
+    one, tensor = (jax.sharding.AbstractMesh((n,), ("tensor",), (AxisType.Auto,)) for n in (1, 2))
     cases = [
         (None, True, BF16, "cudnn"), (one, True, BF16, "flash_attention_3"), (one, False, BF16, "cudnn"),
         (tensor, True, BF16, "cudnn"), (one, True, jnp.dtype("float32"), "xla"),
@@ -173,12 +174,11 @@ def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monke
     monkeypatch.setattr(attention_kernels, "_by", lambda kernel, xs, *_: called.append(kernel) or xs[0])
     monkeypatch.setattr(attention_kernels, "flash_attention", lambda *_: called.append("flash_attention_3"))
     q, k, v = operands()
-    last, mask = q[:, -1:], jnp.ones((LENGTH, LENGTH), bool)
     with jax.sharding.use_abstract_mesh(one):
         jzero.attention(q, k, v, is_causal=True)
         jzero.attention(q, k, v)
-        jzero.attention(last, k, v, is_causal=True)
-        jzero.attention(q, k, v, is_causal=True, mask=mask)
+        jzero.attention(q[:, -1:], k, v, is_causal=True)
+        jzero.attention(q, k, v, is_causal=True, mask=jnp.ones((LENGTH, LENGTH), bool))
         assert called == ["flash_attention_3", "cudnn", "cudnn", "cudnn"]
         monkeypatch.setattr(attention_kernels, "absent_gpu", lambda: GPUS["h200"])
         assert kernel_for("auto", BF16, 128, causal=True) == "cudnn"

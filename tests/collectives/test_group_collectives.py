@@ -13,7 +13,7 @@ from collections import Counter
 
 import jax
 import pytest
-from helpers.decoders import model_of
+from helpers.named_models import model_of
 from helpers.programs import SMALL, collectives_of, counted, h100s, needs_gpu_programs, of_every_leaf, pairs, traced
 from helpers.sampling import some
 from helpers.tensor_models import BATCH, DIMENSIONS, model

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
-from helpers.decoders import model_of
+from helpers.named_models import model_of
 from helpers.refusals import refuses
 from helpers.sampling import some
 from helpers.steps import mesh, settings

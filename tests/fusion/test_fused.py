@@ -277,7 +277,7 @@ OTHERS = [
     jnp.exp2, lambda x: jnp.log1p(x * x), lambda x: jax.lax.rsqrt(1 + x * x), lambda x: (1 + x * x) ** 1.5,
     lambda x: jnp.abs(x) * jnp.sign(x), lambda x: jnp.sin(x) * jnp.cos(x),
     lambda x: jnp.log(2 + x * x) / (1 + jnp.exp(-x)), lambda x: jnp.sqrt(1 + x * x),
-    lambda x: getattr(jax.lax, "log2", jax.lax.log)(1 + x * x),  # JAX has it since 0.11
+    lambda x: getattr(jax.lax, "log2", jax.lax.log)(1 + x * x),  # log2 exists since jax 0.11
 ]  # fmt: skip
 ACTIVATIONS = {
     "silu": jax.nn.silu,

@@ -12,9 +12,8 @@ if __name__ == "__main__":  # before JAX starts
     jax.config.update("jax_disable_most_optimizations", True)
 
 import numpy as np
-from helpers.decoders import model_of
 from helpers.group_layouts import CHUNKED, LAYOUTS, QUIET, make_engine, plain
-from helpers.mixture_models import batches, initial
+from helpers.mixture_models import batches, initial, model
 from helpers.oracle import greedy, largest_error
 
 from jzero.mesh import AXES
@@ -47,7 +46,7 @@ def run(name):
         "loss after loading": abs(float(one.train_batch(batches()[2])) / known[2] - 1),
         "parameters after loading": float(largest_error(one.state.params, params)),
         "other tokens": int(
-            (texts != greedy(model_of(QUIET), initial(QUIET), prompts, np.zeros(len(prompts), int), NEW)).sum()
+            (texts != greedy(model(QUIET), initial(QUIET), prompts, np.zeros(len(prompts), int), NEW)).sum()
         ),
     }
 

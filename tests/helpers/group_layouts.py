@@ -6,8 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 import optax
-from helpers.decoders import model_of
-from helpers.mixture_models import BATCH, CONFIG, batches, initial
+from helpers.mixture_models import BATCH, CONFIG, batches, initial, model
 from helpers.oracle import plain_loop
 
 import jzero
@@ -37,7 +36,7 @@ def make_engine(name):
         "pipeline": pipeline, "stack": {"unroll": not ("scanned" in name or offload)}, "steps_per_print": None,
     }  # fmt: skip
     mesh = jzero.make_mesh(settings, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
-    return jzero.initialize(model=model_of(QUIET), config=settings, mesh=mesh, params=initial(QUIET))[0]
+    return jzero.initialize(model=model(QUIET), config=settings, mesh=mesh, params=initial(QUIET))[0]
 
 
 @cache
@@ -46,7 +45,7 @@ def plain():
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3, weight_decay=0.1))
 
     def mean(params, batch):
-        logits = model_of(QUIET).module(params)(batch["inputs"])
+        logits = model(QUIET).module(params)(batch["inputs"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     run = plain_loop(mean, initial(QUIET), batches(), tx)

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from flax import nnx
 from helpers import tensor_models
-from helpers.decoders import model_of
 from helpers.mixtures import plain_mixtures
+from helpers.named_models import model_of
 from helpers.oracle import plain_loop
 from helpers.tensor_models import BATCH, LR, SEQUENCE, STEPS, VOCAB
 
@@ -19,11 +19,12 @@ from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig
 
 CONFIG = DecoderConfig(2, 32, 4, 2, 64, vocab_size=VOCAB, attention="xla", mixture=MixtureConfig(4, 2, 16))
+model = lru_cache(model_of)
 
 
 @lru_cache
 def initial(config):
-    return jax.device_get(jax.jit(model_of(config).init)(jax.random.key(0)))
+    return jax.device_get(jax.jit(model(config).init)(jax.random.key(0)))
 
 
 @lru_cache
@@ -42,7 +43,7 @@ def config_of(layout, factor):
 @lru_cache
 def reference(config):
     def mean(params, batch):
-        loss, _ = model_of(config).loss(params, batch, None)
+        loss, _ = model(config).loss(params, batch, None)
         return loss.sum / loss.count
 
     with plain_mixtures():
@@ -51,7 +52,7 @@ def reference(config):
 
 def make_step(config, *, schedule="1f1b", more=None, **layout):
     pipeline = {"pipeline": {"schedule": schedule}} if "pipe" in layout else {}
-    return tensor_models.make_step(model_of(config), more=pipeline | (more or {}), **layout)
+    return tensor_models.make_step(model(config), more=pipeline | (more or {}), **layout)
 
 
 class Own(nnx.Module):

@@ -172,7 +172,7 @@ class WithGrid(nnx.Module):
 
 
 def test_a_tracer_without_a_sharding_says_so_without_a_search():
-    """Flax asks at each random key; jax 0.10 looked through all equations, which took a deep module half a minute."""
+    """Flax asks at each random key; jax 0.10 searches all equations, which takes half a minute for a deep module."""
     jzero.from_flax(partial(nnx.Linear, 4, 4), mean_square)
 
     def ask(x):

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.decoders import model_of
-from helpers.mixture_models import CONFIG, batches
+from helpers.mixture_models import CONFIG, batches, model
 from helpers.mixtures import plain_balance_loss, plain_experts, plain_route
 from helpers.refusals import refuses
 from helpers.sampling import keep
@@ -136,7 +135,7 @@ def test_shapes_that_do_not_belong_together(change, message):
 
 def test_layers_before_the_stack_are_checkpointed_as_the_others():
     """As in DeepSeek: one of four has no experts. Its activations would stay alive through the backward pass."""
-    made = model_of(dataclasses.replace(CONFIG, num_layers=4, dense_layers=(0,)))
+    made = model(dataclasses.replace(CONFIG, num_layers=4, dense_layers=(0,)))
     config = settings(len(batches()[0]["inputs"]), activation_checkpointing={"policy": "matmuls"})
     step = jzero.make_train_step(made, config, mesh=mesh(zero=1))
     again = [one.scope for one in operations(step.trace(batches()[0]).jaxpr) if "rematted_computation" in one.scope]

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from helpers import tensor_models
-from helpers.decoders import model_of
 from helpers.mixture_models import (
     CONFIG,
     LR,
@@ -17,6 +16,7 @@ from helpers.mixture_models import (
     divided_by_both,
     initial,
     make_step,
+    model,
     own_loss,
     reference,
 )
@@ -68,7 +68,7 @@ def test_a_bias_and_a_shared_expert(layout):
     _, state = train(make_step(config, **layout), initial(config), batches())
 
     def mean(params, batch):
-        (loss, _), new = model_of(config).loss(params, batch, jax.random.key(0))
+        (loss, _), new = model(config).loss(params, batch, jax.random.key(0))
         return loss.sum / loss.count, new
 
     params = initial(config)

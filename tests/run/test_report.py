@@ -12,6 +12,7 @@ from flax import linen, nnx
 from golden import snapshots
 from helpers.configs import TUTORIAL_ZERO3
 from helpers.engines import Net, build, config, rows
+from helpers.named_models import model_of
 from helpers.refusals import refuses
 from helpers.report_sections import section
 from helpers.steps import mesh
@@ -20,7 +21,7 @@ import jzero
 from jzero.planner import GPUS
 from jzero.planner.plan import observed
 from jzero.planner.state_bytes import state_bytes
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 from models.mlp import MLP, cross_entropy
 
 TINY = LlamaConfig(3, 64, 4, 2, 96, vocab_size=256)
@@ -32,10 +33,6 @@ CONFIG = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
 }
-
-
-def llama(**changes):
-    return jzero.from_flax(lambda rngs: Llama(dataclasses.replace(TINY, **changes), rngs=rngs))
 
 
 def mlp():
@@ -63,11 +60,11 @@ AUTO = {
 REPORTS = {
     "stage 0": (mlp, zero(0)),
     "stage 1": (mlp, zero(1)),
-    "stage 3, a schedule": (llama, {"scheduler": WARMUP}),
+    "stage 3, a schedule": (lambda: model_of(TINY), {"scheduler": WARMUP}),
     "off": (mlp, {"gradient_clipping": 0, "bf16": {"enabled": True, "check_grad_overflow": False}}),
     "fp16": (mlp, {"bf16": None, "fp16": {"enabled": True}}),
     "static scale": (mlp, {"bf16": None, "fp16": {"enabled": True, "loss_scale": 1}}),
-    "cudnn, sums": (lambda: llama(attention="cudnn"), {"gradient_allreduce_op": "SUM"}),
+    "cudnn, sums": (lambda: model_of(dataclasses.replace(TINY, attention="cudnn")), {"gradient_allreduce_op": "SUM"}),
     "remat on the host": (mlp, {"activation_checkpointing": {**FULL, "cpu_checkpointing": True}}),
     "keys of one reason": (mlp, zero(2, overlap_comm=True, reduce_bucket_size=5e8, allgather_bucket_size="auto")),
     "fallbacks": (mlp, {"activation_checkpointing": FULL, **zero(1)}),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.decoders import model_of
+from helpers.named_models import model_of
 from helpers.oracle import greedy
 from helpers.refusals import refuses
 from helpers.sampling import keep, some

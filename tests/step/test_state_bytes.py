@@ -6,8 +6,8 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.decoders import model_of
 from helpers.fp8 import FP8
+from helpers.named_models import model_of
 from helpers.sampling import keep
 from helpers.steps import settings
 from helpers.tensor_models import make_step
@@ -19,7 +19,8 @@ from jzero.tree import named
 from models.llama import LlamaConfig
 
 COUNTERS = 2 * 4  # AdamW's number of updates and the schedule's, int32
-TINY = model_of(LlamaConfig(3, 64, 4, 2, 96, vocab_size=130, attention="xla"))
+TINY = LlamaConfig(3, 64, 4, 2, 96, vocab_size=130, attention="xla")
+llama = lru_cache(model_of)
 
 
 def train_step(model, stage, mesh, accum=1, **more):
@@ -29,7 +30,7 @@ def train_step(model, stage, mesh, accum=1, **more):
 
 
 def tiny_step(stage, devices=8, **more):
-    return train_step(TINY, stage, jzero.make_mesh(devices=jax.devices()[:devices]), **more)
+    return train_step(llama(TINY), stage, jzero.make_mesh(devices=jax.devices()[:devices]), **more)
 
 
 @lru_cache
@@ -49,7 +50,7 @@ def held(shapes, group):
     [(4, {}, 4), (4, {"data_types": {"grad_accum_dtype": "bf16"}}, 2), (1, {"communication_data_type": "fp32"}, 4)],
 )
 def test_gradients_are_in_the_dtype_they_wait_in(accum, more, size):
-    assert state_bytes(tiny_step(3, accum=accum, **more)).gradients == size * held(shapes_of(TINY), 8)
+    assert state_bytes(tiny_step(3, accum=accum, **more)).gradients == size * held(shapes_of(llama(TINY)), 8)
 
 
 def on_device_0(tree):
@@ -62,7 +63,7 @@ def on_device_0(tree):
 def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
     """LoRA's base weights: 2 bytes each (2 / N under stage 3), no gradient, no moments, no second copy."""
     step = tiny_step(stage, frozen_parameters=["^ends/"])
-    found, shapes = state_bytes(step), shapes_of(TINY)
+    found, shapes = state_bytes(step), shapes_of(llama(TINY))
     trained, frozen = ([leaf for leaf in shapes if leaf[0].startswith(part)] for part in ("stack/", "ends/"))
     group = 8 if stage else 1
     assert found.masters == 4 * held(trained, group) + 2 * held(frozen, 8 if stage == 3 else 1)
@@ -80,13 +81,13 @@ HELD = [(3, {}), (2, {"tensor": 2}), (1, {"data": 2}), (0, {})]
 @pytest.mark.parametrize(("stage", "degrees"), keep(HELD, HELD[:2]))
 def test_devices_hold_what_the_accounting_says(stage, degrees):
     mesh = jzero.make_mesh(**degrees)
-    step = train_step(TINY, stage, mesh)
+    step = train_step(llama(TINY), stage, mesh)
     state, found = step.init(jax.random.key(0)), state_bytes(step)
     assert on_device_0(state.params) == found.masters
     assert on_device_0(state.opt_state) == found.optimizer
     assert on_device_0(state) == bytes_per_device(step.state_shapes, step.state_specs, mesh)
     if "tensor" not in degrees:
-        assert found.persistent == 12 * held(shapes_of(TINY), mesh.shape["zero"] if stage else 1) + COUNTERS
+        assert found.persistent == 12 * held(shapes_of(llama(TINY)), mesh.shape["zero"] if stage else 1) + COUNTERS
 
 
 @pytest.mark.parametrize(
@@ -95,9 +96,9 @@ def test_devices_hold_what_the_accounting_says(stage, degrees):
 def test_bytes_of_each_parameter(stage, axis):
     """By the ZeRO table: masters 4, moments 8, bf16 weights 2, bf16 gradients 2 bytes, each divided or not."""
     mesh = jzero.make_mesh(**{"zero": 1, axis: 2}, devices=jax.devices()[:2])
-    found = leaf_bytes(train_step(TINY, stage, mesh))
+    found = leaf_bytes(train_step(llama(TINY), stage, mesh))
     state, weights, gradients = (2 if stage >= s else 1 for s in (1, 3, 2))
-    for name, shape, _ in shapes_of(TINY):
+    for name, shape, _ in shapes_of(llama(TINY)):
         size = prod(shape)  # every matrix of TINY and every norm divides by 2
         expected = 4 * size / state, 8 * size / state, 2 * size / weights, 2 * size / gradients, 0
         assert tuple(found.pop(name)) == expected

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.decoders import model_of
+from helpers.named_models import model_of
 from helpers.refusals import refuses
 from hugging_face import (
     BERT,

@@ -1,4 +1,4 @@
-"""The models of `models/` by their configs."""
+"""Models from `models/`, made from their configs."""
 
 import jzero
 from models.named import module_of
