@@ -24,7 +24,7 @@ def lightest_possible(weights, parts):
 
 
 def cut(data, method, layers):
-    """Cut layers, of which type:a matches one; return their names and sizes, and the boundaries of the parts."""
+    """Cut an attention layer and `layers` into parts; return all names and sizes, and the boundaries of the parts."""
     names, sizes = zip(*[("Attention", 1), *layers], strict=True)
     parts = data.draw(st.integers(1, len(names)))
     boundaries = partition_layers(method, names, sizes, parts)
