@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 Digits = tuple[np.ndarray, np.ndarray]  # images [n, 28, 28] in 0..1, labels [n]
 
 
 def load() -> tuple[Digits, Digits]:
     """Load (1,437 training digits, 360 test digits), with every class in proportion."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     images = np.kron(images.reshape(-1, 8, 8) / 16, np.ones((3, 3)))  # every pixel three times: 24 x 24
     images = np.pad(images, ((0, 0), (2, 2), (2, 2))).astype(np.float32)
