@@ -101,7 +101,7 @@ def test_an_orphan_a_stopped_guard_and_a_second_signal(start, worker):
     job.kill(*job.guards(), signal.SIGSTOP)
     job.kill(job.process.pid, signal.SIGINT)
     with pytest.raises(Exception, match="timed out"):
-        job.wait(2)
+        job.wait(1)
     job.kill(job.process.pid, signal.SIGINT)
     job.ended(128 + signal.SIGINT, 5).gone(5)
 
