@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from helpers.refusals import refuses
 from helpers.tensor_models import reference
-from jobs import CPU, QUICK, TRIED, said
+from jobs import CPU, MEET, QUICK, TRIED, Command, heard_at, said
 
 import jzero
 from jzero.distributed import host_collectives, last_words
@@ -40,19 +40,7 @@ def rows(n):
 """
 
 
-@pytest.fixture
-def run(start):
-    """Run a program in two processes; return the job and what each said."""
-
-    def run(program):
-        job = start(*CPU, 2, "worker.py", program=HEAD + TRIED + program, env=QUICK).ended()
-        return job, said(job)
-
-    return run
-
-
-def test_processes_that_differ(run):
-    job, told = run("""
+DIFFERENT = """
 adam = {"type": "Adam", "params": {"lr": 1e-3 * (1 + rank)}}
 tried("lr", lambda: engine(hidden=8 + rank, optimizer=adam).train_batch(rows(4)))
 tried("mesh", lambda: engine(mesh={"data": 1 + rank, "zero": 2 - rank}).train_batch(rows(4)))
@@ -64,7 +52,31 @@ tried("size", lambda: one.train_batch(rows(3)))
 tried("predict", lambda: one.predict(rows(3 + rank)[0]))  # both are padded to 4 rows
 evaluate = jzero.make_eval_step(one.step_fn.model, lambda model, batch: batch[1], one.config)
 tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32", "float32"][rank]))))
-""")
+"""
+
+
+@pytest.fixture(scope="module")
+def different(tmp_path_factory):
+    """A job whose two processes differ, after its end, and where they listened before they met and after."""
+    path = tmp_path_factory.mktemp("different")
+    (path / "worker.py").write_text(MEET + HEAD + TRIED + DIFFERENT)
+    job = Command(*CPU, 2, "worker.py", cwd=path, env=QUICK)
+    try:
+        heard = heard_at(job, path)
+        return job.ended(), heard
+    finally:
+        job.end()
+
+
+def test_one_machine(different):
+    job, heard = different
+    assert heard == ({"127.0.0.1"}, {"127.0.0.1"})
+    assert job.output.count("joined lo") == 2
+
+
+def test_processes_that_differ(different):
+    job, _ = different
+    told = said(job)
     assert told[0].keys() == told[1].keys()
     for name, words in {
         "lr": "the processes differ in config.optimizer.params.lr: 0.001 on rank 0; 0.002 on rank 1",
@@ -83,9 +95,9 @@ tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32",
 
 
 @pytest.mark.slow
-def test_micro_batches_of_two_processes(run):
+def test_micro_batches_of_two_processes(start):
     """Each process passes its own rows; the data of one end."""
-    _, told = run("""
+    program = """
 x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
 one = engine(batch=8, gradient_accumulation_steps=2)
 whole, mine = float(one.eval_batch((x, y))), [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
@@ -93,8 +105,9 @@ tried("own", lambda: abs(float(one.eval_batch(iter(mine))) / whole - 1) < 1e-6)
 data = iter([rows(4)] * (4 if rank == 0 else 3))
 tried("first", lambda: float(one.train_batch(data)) > 0)
 tried("second", lambda: one.train_batch(data))
-""")
-    for texts in told:
+"""
+    job = start(*CPU, 2, "worker.py", program=HEAD + TRIED + program, env=QUICK).ended()
+    for texts in said(job):
         assert "the iterator of process 1 ended after 1 of 2 micro-batches" in texts.pop("second")
         assert texts == {"own": "True", "first": "True"}
 

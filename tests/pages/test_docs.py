@@ -89,15 +89,16 @@ def test_python_blocks_run(page, tmp_path, capsys, monkeypatch):
     if "jzero.models" in text and importlib.util.find_spec("jzero.models") is None:
         assert not os.environ.get("CI")
         pytest.skip("jzero is not installed: pip install -e .")
-    torch = importlib.import_module("torch") if "torch" in text and importlib.util.find_spec("torch") else None
+    programs = [block for block in blocks(page) if block.language == "python"]
+    has_torch = any("torch" in block.text for block in programs) and importlib.util.find_spec("torch")
+    torch = importlib.import_module("torch") if has_torch else None
     variables = {"__name__": "page", "argparse": argparse, "jax": jax, "torch": torch}
-    for block in blocks(page):
-        if block.language == "python":
-            # The line of the page, for tracebacks.
-            tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
-            needs = WITH.get(block.rest)
-            if block.rest not in FOREIGN and (needs is None or importlib.util.find_spec(needs)):
-                exec(compile(tree, str(page), "exec"), variables)
+    for block in programs:
+        # The line of the page, for tracebacks.
+        tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
+        needs = WITH.get(block.rest)
+        if block.rest not in FOREIGN and (needs is None or importlib.util.find_spec(needs)):
+            exec(compile(tree, str(page), "exec"), variables)
     assert "jzero" in variables
 
 
