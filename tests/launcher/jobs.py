@@ -1,4 +1,4 @@
-"""Real jobs for tests: the command as a process, the processes it leaves, and a script that does what it is told."""
+"""Real jobs for tests: the command as a process, what it leaves and where it listens, and scripts that do as told."""
 
 import ipaddress
 import os

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -198,11 +199,9 @@ def test_links_lead_to_files(page):
 def test_a_generated_page_is_current(monkeypatch, name, cell):
     monkeypatch.setattr(recipe_table, "find_model", functools.cache(recipe_table.find_model))  # recipes share models
     monkeypatch.syspath_prepend(ROOT / "docs")
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    text, lines = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), list(script.generated())
-    page = functools.partial(script.generated_part.replaced, script.__file__)
+    script = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+    text, lines = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), list(script["generated"]())
+    page = functools.partial(script["generated_part"].replaced, script["__file__"])
     assert page(text, lines) == text, f"run python docs/{name}.py"
     assert page(text.replace(cell, "`other`"), lines) == text
     with pytest.raises(ValueError, match="lacks the line"):
