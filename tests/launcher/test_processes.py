@@ -136,10 +136,12 @@ PROGRAM = '''
 import json
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
+import jzero
+
+jzero.init_distributed()  # before a helper that uses JAX
 from helpers.loaders import Rows, data
 from helpers.plain_flax import Normed, cross_entropy
 from helpers.steps import settings
-import jzero
 
 
 def loss_fn(model, batch, extra):
