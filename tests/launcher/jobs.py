@@ -1,9 +1,11 @@
-"""Real jobs for tests: the command as a process, the processes it leaves, and a script that does what it is told."""
+"""Real jobs for tests: the command as a process, what it leaves and where it listens, and scripts that do as told."""
 
+import ipaddress
 import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -177,3 +179,46 @@ def said(job):
     """What the two ranks tried: name -> result or error."""
     found = re.findall(r"^\[(\d)\] (\w+): (.*)$", job.output, re.M)
     return [{name: text for number, name, text in found if number == rank} for rank in "01"]
+
+
+MEET = """
+import os, time
+import jzero
+while jzero.get_rank() and not os.path.exists("go"):
+    time.sleep(0.1)
+jzero.init_distributed()
+print("joined", os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
+while not os.path.exists("heard"):
+    time.sleep(0.1)
+"""
+
+
+def listening(pids):
+    """The addresses on which these processes listen."""
+    found = set()
+    for pid in pids:
+        for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+            try:
+                rows = [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+                own = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+            except OSError:  # the process, or one of its files, has gone
+                continue
+            for row in rows:
+                if row[3] == "0A" and f"socket:[{row[9]}]" in own:
+                    words = bytes.fromhex(row[1].partition(":")[0])
+                    turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                    address = ipaddress.ip_address(socket.inet_ntop(family, turned))
+                    found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
+def heard_at(job, tmp_path):
+    """The addresses at which processes that MEET listen: those of the rendezvous, and of JAX's service after it."""
+    wait_for(lambda: len(job.processes("--local_rank")) >= 2, PATIENCE, lambda: job.errors)
+    wait_for(lambda: listening(job.processes()), PATIENCE, lambda: job.errors)
+    first = listening(job.processes("worker.py"))
+    (tmp_path / "go").touch()
+    job.until(("joined", 2))
+    then = listening(job.processes("worker.py"))
+    (tmp_path / "heard").touch()
+    return first, then

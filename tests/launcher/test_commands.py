@@ -197,11 +197,15 @@ def python(code, *words, folder):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", THIRD + code, *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def test_no_third_party_module_is_imported(tmp_path):
-    """Nor what only some calls of an engine use: `jzero.initialize` took 0.5 s of 2.7 s for these."""
+    """Nor what only some calls of an engine use: `jzero.initialize` took 0.5 s of 2.7 s for these.
+
+    No import starts a backend: a process can still fork or configure its devices.
+    """
     (tmp_path / "hosts").write_text(f"{A} slots=2\n{B} slots=2\n")
     (tmp_path / "train.py").write_text("")
     code = """
@@ -211,15 +215,27 @@ for name, words in json.loads(sys.argv[1]).items():
     with contextlib.suppress(SystemExit):
         cli.main(words)
     found[name] = third()
+for name in [name for name in sys.modules if name.partition(".")[0] == "jzero"]:
+    del sys.modules[name]
 import jzero
 jzero.initialize, jzero.from_flax
-print("", json.dumps([found, third()]))
+rooms, then = sorted({name.split(".")[1] for name in sys.modules if name.startswith("jzero.")}), third()
+import jzero.config, jzero.planner, models.llama, models.mlp
+import jax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+assert jax.device_count() == 3
+print("", json.dumps([found, rooms, then]))
 """
-    (found, then), errors = python(code, json.dumps(ANSWERS), folder=tmp_path)
+    (found, rooms, then), errors = python(code, json.dumps(ANSWERS), folder=tmp_path)
     others = {name: [one for one in names if "cython" not in one] for name, names in found.items()}  # PyYAML's own
     assert others == {**{name: [] for name in ANSWERS}, "k8s": ["yaml"]}
     said = [line for line in errors.splitlines() if not is_noise(line)]
     assert said == ["jzero: --hostfile = nowhere: no such file"]
+    assert "run" in rooms  # rooms that a run does not need make its start longer
+    assert not set(rooms) & {"deepspeed", "launcher", "recipes", "plots", "models"}
     assert "jax" in then
     # Checkpoints, traces of layers and exports import what they need, when they do.
     assert not {"orbax", "tensorstore", "scipy", "grain", "matplotlib"} & set(then)

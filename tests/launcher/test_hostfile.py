@@ -24,24 +24,17 @@ def refused(call, *arguments, **keywords):
     return error.value.problems
 
 
-def test_reads(tmp_path):
-    text = "# all\n\n  worker-1 slots=4  # the first\n\t\nb\tslots=1\r\na slots = 4\r\nroot@gpu.example.com slots=08"
-    (tmp_path / "hosts").write_text(text)
-    read = read_hostfile(tmp_path / "hosts")
-    assert list(read.items()) == [("worker-1", 4), ("b", 1), ("a", 4), ("root@gpu.example.com", 8)]
+def test_what_a_hostfile_and_a_filter_name(tmp_path, pytestconfig):
+    """What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it."""
+    path = tmp_path / "hosts"
 
+    def outcome(case):
+        if isinstance(case, dict):
+            return parse_filter(case["filter"], "--include")
+        path.write_text(case)
+        return [[*item] for item in read_hostfile(path).items()]
 
-FILTERS = {
-    "b@a": {"b": None, "a": None},
-    " a : 3, 1 @ worker-1.x:11 ": {"a": [1, 3], "worker-1.x": [11]},
-    "[::1]:0,1": {"[::1]": [0, 1]},
-    # What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it.
-    "a:3,01@b@a:1@b": {"a": [1, 3], "b": None},
-}
-
-
-def test_filters():
-    assert {text: parse_filter(text, "--include") for text in FILTERS} == FILTERS
+    check_cases(Path(__file__).with_name("hostfiles.jsonl"), outcome, pytestconfig)
 
 
 HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}

@@ -55,8 +55,9 @@ def straight(tmp_path_factory):
     path = tmp_path_factory.mktemp("alone")
     (path / "worker.py").write_text(GOES_ON)
     one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PACE": "0"}
-    said = output([sys.executable, "worker.py"], cwd=path, env=os.environ | QUICK | one)
-    return dict(re.findall(r"^step (\d+) (\S+),", said, re.M))
+    command, env = [sys.executable, "worker.py"], os.environ | QUICK | one
+    done = subprocess.run(command, cwd=path, env=env, capture_output=True, text=True, check=True)
+    return dict(re.findall(r"^step (\d+) (\S+),", done.stdout, re.M))
 
 
 @pytest.mark.parametrize("on", some(["a", "b"], ["a"]))
@@ -99,25 +100,15 @@ def test_without_ssh(launch, start, hosts, tmp_path):
     """One command per host; when a rank dies, its own command and the other one end."""
     waits = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
     (tmp_path / "worker.py").write_text(f"import jzero\njzero.init_distributed()\n{waits}")
-    words = ["--no_ssh", "--num_nodes", 2, *CPU, 1, "--master_addr", hosts.names["a"], "--no_local_rank", "--node_rank"]
+    words = ["--no_ssh", "--num_nodes", 2, *CPU, 1, "--master_addr", hosts.names["a"], "--node_rank"]
     jobs = [start(*words, rank, "worker.py", prefix=hosts.on("ab"[rank])) for rank in (0, 1)]
     for job in jobs:
         job.until("ready")
-    (victim,) = [pid for pid in jobs[1].processes("worker.py") if is_rank(jobs[1], pid)]
-    jobs[1].kill(victim)
+    jobs[1].kill(jobs[1].rank(0))
     jobs[1].ended(137, 10)
     assert jobs[0].wait(20) != 0
     for job in jobs:
         job.gone(2)
-
-
-def output(command, **more):
-    return subprocess.run(command, capture_output=True, text=True, check=True, **more).stdout
-
-
-def is_rank(job, pid):
-    words = job.processes().get(pid, "")
-    return "worker.py" in words and " -c " not in words and "-m jzero" not in words and "ssh" not in words
 
 
 def command_of(job):

@@ -80,11 +80,11 @@ def test_the_last_step_is_the_highest(service, monkeypatch):
 
 
 def test_a_rank_that_does_not_answer(service, monkeypatch, capsys):
-    monkeypatch.setenv("JZERO_GRACE", "3")
+    monkeypatch.setenv("JZERO_GRACE", "0.9")
     service.key_value_set("jzero/begun/1", "5")
     with pytest.raises(Killed, match=str(128 + signal.SIGTERM)):
         preemption._agree_on_the_last()
     assert capsys.readouterr().err == (
-        "jzero: SIGTERM: stopping without a checkpoint: process 2 did not answer within 1 s\n"
+        "jzero: SIGTERM: stopping without a checkpoint: process 2 did not answer within 0.3 s\n"
     )
     assert preemption._last is None

@@ -169,26 +169,17 @@ def test_another_wheel_of_the_same_version(monkeypatch):
         assert bool(machine.nccl_fault("/x/libnccl.so.2", loaded, names)) == fault
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_size", "devices", "platforms", "words"),
-    [
-        ("0,1", 2, ["gpu"], None, ""),
-        ("GPU-1f", 4, ["gpu"], "cuda", ""),
-        ("-1", 1, ["cpu"], None, ""),
-        ("0,1", 1, ["cpu"], "cpu", ""),
-        ("0,1", 2, ["cpu"], None, "expected 1 GPUs in this process, JAX has 1 x cpu"),
-        ("0,1", 2, ["gpu", "gpu"], None, "expected 1 GPUs in this process, JAX has 2 x gpu"),
-    ],
-)
-def test_devices_that_are_not_the_visible_ones(visible, local_size, devices, platforms, words):
-    there, before = [SimpleNamespace(platform=name) for name in devices], jax.config.jax_platforms
-    jax.config.update("jax_platforms", platforms)
+def test_devices_that_are_not_the_visible_ones(pytestconfig):
+    def outcome(case):
+        there = [SimpleNamespace(platform=name) for name in case["devices"]]
+        jax.config.update("jax_platforms", case["platforms"])
+        return machine.device_fault({"CUDA_VISIBLE_DEVICES": case["visible"]}, case["local_size"], there)
+
+    before = jax.config.jax_platforms
     try:
-        fault = machine.device_fault({"CUDA_VISIBLE_DEVICES": visible}, local_size, there)
+        check_cases(Path(__file__).with_name("devices.jsonl"), outcome, pytestconfig)
     finally:
         jax.config.update("jax_platforms", before)
-    assert words in fault
-    assert bool(words) == bool(fault)
 
 
 def test_wheels_that_overwrite_each_other(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.sampling import keep
-from jobs import CPU, PATIENCE, QUICK, WORKER, stand_in, wait_for
+from jobs import CPU, PATIENCE, QUICK, stand_in, wait_for
 
 from jzero import cli
 
@@ -19,6 +19,23 @@ pytestmark = pytest.mark.processes
 
 NASTY = ['a "b" c', "it's", "$HOME `id` ; rm -rf x", "two\nlines", "", "*", "\\", "é ü"]
 WAYS_TO_STAY = "children hidden deaf"
+
+
+MAIN = """
+import sys, time
+from jzero import cli
+from jzero.launcher import attempt
+
+def fails(*_):
+    raise UnicodeError("label empty")
+
+def sleeps(*_):
+    print("stuck", flush=True)
+    time.sleep(1000)
+
+attempt.Attempt.{fault}
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 def test_a_job_that_succeeds(start, worker, tmp_path):
@@ -41,9 +58,10 @@ def test_a_job_that_succeeds(start, worker, tmp_path):
     assert done.errors.count("x") >= 400_000
 
 
-def test_kill_a_rank(start, worker):
-    """At once, though its children keep its output open."""
-    job = start(*CPU, 3, worker, WAYS_TO_STAY).until(("ready", 3))
+def test_kill_a_rank(start, worker, tmp_path):
+    """At once, though its children keep its output open; those that do not hear SIGTERM half a second later."""
+    (tmp_path / "quick.py").write_text(MAIN.format(fault='fail.__kwdefaults__["grace"] = 0.5'))
+    job = start(*CPU, 3, worker, WAYS_TO_STAY, main=["quick.py"]).until(("ready", 3))
     job.kill(job.rank(2))
     job.ended(128 + signal.SIGKILL, 10).gone(10 - job.took())
     assert "rank 2 was killed by signal 9 (SIGKILL) first" in job.errors
@@ -101,7 +119,7 @@ def test_an_orphan_a_stopped_guard_and_a_second_signal(start, worker):
     job.kill(*job.guards(), signal.SIGSTOP)
     job.kill(job.process.pid, signal.SIGINT)
     with pytest.raises(Exception, match="timed out"):
-        job.wait(2)
+        job.wait(1)
     job.kill(job.process.pid, signal.SIGINT)
     job.ended(128 + signal.SIGINT, 5).gone(5)
 
@@ -220,29 +238,11 @@ def test_an_unexpected_error_in_the_launcher(here, monkeypatch, fault):
     assert "Traceback" not in said
 
 
-MAIN = """
-import sys, time
-from jzero import cli
-from jzero.launcher import attempt
-
-def fails(*_):
-    raise UnicodeError("label empty")
-
-def sleeps(*_):
-    print("stuck", flush=True)
-    time.sleep(1000)
-
-attempt.Attempt.{fault}
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("fault", ["interrupt = fails", pytest.param("tick = sleeps", marks=pytest.mark.slow)])
-def test_a_launcher_that_is_stuck_ends_after_sigterm(start, tmp_path, fault):
+def test_a_launcher_that_is_stuck_ends_after_sigterm(start, worker, tmp_path, fault):
     """Its handler fails, or it never comes to it; the grace and 8 s later it is gone."""
     (tmp_path / "faulty.py").write_text(MAIN.format(fault=fault))
-    job = start(*CPU, 2, "--grace", 1, "worker.py", main=["faulty.py"], program=WORKER)
+    job = start(*CPU, 2, "--grace", 1, worker, main=["faulty.py"])
     job.until("stuck" if "sleeps" in fault else ("ready", 2))
     job.kill(job.process.pid, signal.SIGTERM)
     code = job.wait(20)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
-from helpers.engines import build, config, printed, rows
+from helpers.engines import UNIT, build, config, printed, rows
 from jobs import CPU, QUICK
 
 import jzero
@@ -18,7 +18,9 @@ from jzero.planner import gpu_devices
 from jzero.run.diagnosis import stragglers
 from jzero.run.diagnosis.stragglers import Report, late, slow
 
-EVERY = {"desync_check": {"every": 2}}
+ONE = {"gradient_accumulation_steps": 1}
+EVERY = {"desync_check": {"every": 2}, **ONE}
+LATE = {"straggler_check": {"every": 2}, **ONE}
 
 
 def flip(x, number):
@@ -37,7 +39,7 @@ def lines(capsys):
 
 def train(engine, steps):
     for i in range(steps):
-        engine.train_batch(rows(i))
+        engine.train_batch(rows(i, UNIT))
 
 
 def test_one_bit_on_one_device(capsys):
@@ -111,9 +113,8 @@ def test_a_late_process_has_a_line():
 
 def test_a_slow_device_is_named_in_the_run(capsys, monkeypatch):
     monkeypatch.setattr(stragglers, "time_matmuls", lambda devices: {str(d.id): 2.0 + (d.id == 3) for d in devices})
-    made = build(more={"straggler_check": {"every": 2}})[0]
-    for seed in range(5):
-        made.train_batch(rows(seed))
+    made = build(more=LATE)[0]
+    train(made, 5)
     lines = [line for line in printed(made, capsys).splitlines() if "straggler" in line]
     assert [line[:29] for line in lines] == [f"jzero: step {step}: straggler: dev" for step in (2, 4)]
     text = r"device 3 on \S+ computes a matmul in 3.00 ms, the median of 4 devices in 2.00"
@@ -130,7 +131,7 @@ def test_the_program_that_is_timed_keeps_its_values_finite(monkeypatch):
 def test_a_run_that_goes_back_measures_again(monkeypatch):
     """As after a step that is not finite, and stopped the run."""
     monkeypatch.setattr(stragglers, "time_matmuls", lambda devices: {})
-    made = build(more={"straggler_check": {"every": 2}})[0]
+    made = build(more=LATE)[0]
     check = made._checks._stragglers
     for number in (1, 2, 2, 3, 4):
         made._observers.clock.lap("script")  # time passes

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -22,6 +23,7 @@ import pytest
 import jzero
 from jzero.errors import install_command
 from jzero.launcher import options
+from jzero.recipes import recipe_table
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -33,9 +35,9 @@ FOREIGN = ('title="DeepSpeed"', 'title="transformers"', 'title="jzero, after Dee
 WITH = {'title="jzero with PyTorch"': "torch", 'title="jzero with transformers"': "transformers"}
 # Pages with many programs to compile.
 LONG = {
-    "README", "checkpoints", "configuration", "context-parallelism", "data", "examples", "expert-parallelism",
+    "README", "checkpoints", "context-parallelism", "data", "examples", "expert-parallelism",
     "finetuning", "fp8", "from-deepspeed", "functional-api", "getting-started", "gone-wrong", "models", "monitoring",
-    "performance", "pipelines", "plan", "profiling", "tensor-parallelism", "weights",
+    "performance", "pipelines", "plan", "profiling", "tensor-parallelism", "weights", "zero",
 }  # fmt: skip
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -84,18 +86,20 @@ def test_python_blocks_run(page, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "train.py --local_rank=0 --deepspeed_config experiments/tutorial/ds_config.json"
     monkeypatch.setattr(sys, "argv", words.split())
-    if "jzero.models" in page.read_text(encoding="utf-8") and importlib.util.find_spec("jzero.models") is None:
+    text = page.read_text(encoding="utf-8")
+    if "jzero.models" in text and importlib.util.find_spec("jzero.models") is None:
         assert not os.environ.get("CI")
         pytest.skip("jzero is not installed: pip install -e .")
-    torch = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+    programs = [block for block in blocks(page) if block.language == "python"]
+    has_torch = any("torch" in block.text for block in programs) and importlib.util.find_spec("torch")
+    torch = importlib.import_module("torch") if has_torch else None
     variables = {"__name__": "page", "argparse": argparse, "jax": jax, "torch": torch}
-    for block in blocks(page):
-        if block.language == "python":
-            # The line of the page, for tracebacks.
-            tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
-            needs = WITH.get(block.rest)
-            if block.rest not in FOREIGN and (needs is None or importlib.util.find_spec(needs)):
-                exec(compile(tree, str(page), "exec"), variables)
+    for block in programs:
+        # The line of the page, for tracebacks.
+        tree = ast.increment_lineno(ast.parse(block.text, str(page)), block.line - 1)
+        needs = WITH.get(block.rest)
+        if block.rest not in FOREIGN and (needs is None or importlib.util.find_spec(needs)):
+            exec(compile(tree, str(page), "exec"), variables)
     assert "jzero" in variables
 
 
@@ -193,12 +197,11 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize(("name", "cell"), [("configuration", "`watchdog.floor`"), ("recipes", "qwen3-14b-pretrain")])
 def test_a_generated_page_is_current(monkeypatch, name, cell):
+    monkeypatch.setattr(recipe_table, "find_model", functools.cache(recipe_table.find_model))  # recipes share models
     monkeypatch.syspath_prepend(ROOT / "docs")
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    text, lines = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), list(script.generated())
-    page = functools.partial(script.generated_part.replaced, script.__file__)
+    script = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+    text, lines = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), list(script["generated"]())
+    page = functools.partial(script["generated_part"].replaced, script["__file__"])
     assert page(text, lines) == text, f"run python docs/{name}.py"
     assert page(text.replace(cell, "`other`"), lines) == text
     with pytest.raises(ValueError, match="lacks the line"):

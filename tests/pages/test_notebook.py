@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,4 @@ def test_the_first_cell_installs_what_there_is(place, tmp_path, monkeypatch):
 @pytest.mark.gpu_compile
 def test_all_cells_run():
     pytest.importorskip("nbclient")
-    spec = importlib.util.spec_from_file_location("run_notebook", ROOT / "docs" / "run_notebook.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    check(script.run(NOTEBOOK))
+    check(runpy.run_path(str(ROOT / "docs/run_notebook.py"))["run"](NOTEBOOK))

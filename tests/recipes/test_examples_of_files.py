@@ -2,10 +2,12 @@
 
 import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.refusals import refuses, says
+from helpers.stored_cases import check_cases
 
 from jzero.data.template import Encoded
 from jzero.recipes.examples import Examples, in_parts, read_examples
@@ -74,25 +76,14 @@ def test_parts_of_a_text_lose_no_label(tokenizer):
         assert all(2 <= len(part.tokens) <= 5 for part in parts)
 
 
-def test_a_mistake_in_a_file_is_one_line(tmp_path):
-    for lines, words in (
-            ([CHAT, '{"messages": ['], ["a.jsonl line 2 is no JSON", "expected a sample in each line"]),
-            ([CHAT, '{"text": "é"}'], ["a.jsonl line 2 is no text in UTF-8 (", "at byte 10): save the file as UTF-8"]),
-            ([CHAT, {"text": "a"}], ["line 2 is text, but", "line 1 is chat", "one kind of sample per file"]),
-            (["", "  "], ["a.jsonl is empty", '{"text"}']),
-            ([[{"text": "a"}]], ["a.jsonl is one JSON array", "`jq -c '.[]' a.jsonl` writes these lines"]),
-            (['[{"text": "a"},', '{"text": "b"}]'], ["a.jsonl is one JSON array"]),
-            ([TALK, TALK], ["a.jsonl line 1 is list: must be an object", '{"messages": [{']),
-            (["", TALK, TALK], ["a.jsonl line 2 is list"]),
-            ([{"messages": "hello"}], ["line 1: messages is 'hello': must be a list of messages"]),
-            ([{"body": "a"}], ["line 1 has the fields body", '{"prompt", "completion"}']),
-            ([{"instruction": "1?", "output": "2"}], ["instruction", "dataset.map(lambda x:"]),
-            ([{"text": None}], ["line 1 has the fields text (null)"]),
-            ([{"text": ["a"]}], ["a.jsonl line 1: text is ['a']: must be a string"]),
-            ([{"prompt": "1?", "chosen": "2", "rejected": 3}], ["line 1: rejected is 3: must be a string or a list"]),
-    ):  # fmt: skip
+def test_a_mistake_in_a_file_is_one_line(tmp_path, pytestconfig):
+    def outcome(lines):
         path = write(tmp_path / "a.jsonl", *lines)
-        assert "\n" not in says(lambda path=path: read_examples(path), *words)
+        said = refuses(lambda: read_examples(path))
+        assert "\n" not in said
+        return said.replace(str(tmp_path), "HERE")
+
+    check_cases(Path(__file__).with_name("files.jsonl"), outcome, pytestconfig)
 
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The recipes: their configs are valid, the planner says that each fits; and `jzero demo` learns."""
 
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -11,11 +12,13 @@ from helpers.cuda import needs_cuda_compiler
 import jzero
 from jzero import cli
 from jzero.planner.named_models import tokens
+from jzero.recipes import recipe_table
 from jzero.recipes.demo import PROMPTS, train_demo
 from jzero.recipes.recipe_table import load_recipes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = load_recipes()
+find_model = functools.cache(recipe_table.find_model)
 
 
 def named(recipes):
@@ -23,8 +26,9 @@ def named(recipes):
 
 
 @pytest.mark.parametrize("recipe", named(RECIPES))
-def test_configs_are_valid_and_figures_are_plausible(recipe):
+def test_configs_are_valid_and_figures_are_plausible(recipe, monkeypatch):
     """A run takes all its tokens; a GPU has no more memory than it has, nor computes faster than its peak in bf16."""
+    monkeypatch.setattr(recipe_table, "find_model", find_model)  # recipes share models
     config = jzero.Config.load(recipe.config)
     rows, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     assert rows % (micro * recipe.gpus) == 0
