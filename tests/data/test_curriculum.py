@@ -42,7 +42,7 @@ NEWER = {
     },
 }  # fmt: skip
 VOCABULARY, ROWS = 11, 8
-LENGTHS = [4, 8, 8, 12, 12]  # of the first steps
+LENGTHS = [4, 8, 8]  # of the first steps
 
 
 def deepspeed(low, high, kind, config):
@@ -130,15 +130,12 @@ def tokens(seed, rows=ROWS):
 
 def build(section=LEGACY, key="curriculum_learning", more=None, **arguments):
     config = settings(ROWS, accum=2, lr=0.5, steps_per_print=1, **{key: section}, **(more or {}))
-    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh(2), **arguments)[0]
+    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh(1), **arguments)[0]
 
 
-def plain(engine, steps):
+def plain(engine):
     """Return the losses and the parameters of plain JAX from the engine's parameters, on cut batches."""
-    batches = [
-        {name: x[:, :length] for name, x in tokens(seed).items()}
-        for seed, length in zip(range(steps), LENGTHS, strict=False)
-    ]
+    batches = [{name: x[:, :length] for name, x in tokens(seed).items()} for seed, length in enumerate(LENGTHS)]
     run = plain_loop(bigram_loss, jax.device_get(engine.state.params), batches, optax.sgd(0.5))
     return run.losses, run.params
 
@@ -153,13 +150,13 @@ LOOPS = ["iterator", "three calls", "training_data", "newer keys"]
 @pytest.mark.parametrize("loop", keep(LOOPS, ["training_data"]))
 def test_training_is_plain_jax_on_cut_batches(loop, capsys):
     def samples():
-        return ({name: x[i] for name, x in tokens(seed).items()} for seed in range(5) for i in range(8))
+        return ({name: x[i] for name, x in tokens(seed).items()} for seed in range(3) for i in range(8))
 
     more = {"training_data": samples} if loop == "training_data" else {}
     engine = build(NEWER, "data_efficiency", **more) if loop == "newer keys" else build(**more)
-    expected, params = plain(engine, 5)
+    expected, params = plain(engine)
     losses = []
-    for seed in range(5):
+    for seed in range(3):
         if loop == "three calls":
             losses.append(float(np.mean([float(x) for x in three_calls(engine, halves(tokens(seed)))])))
             continue
@@ -167,9 +164,9 @@ def test_training_is_plain_jax_on_cut_batches(loop, capsys):
         losses.append(float(engine.train_batch(batch)))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(engine.state.params["table"], params["table"], rtol=1e-6, atol=1e-7)
-    assert engine.step_fn.model.seen == {4, 8, 12}
+    assert engine.step_fn.model.seen == {4, 8}
     lines = [line for line in printed(engine, capsys).splitlines() if line.startswith("step ")]
-    assert [line.split("sequence ")[1].split(",")[0] for line in lines] == [str(length) for length in LENGTHS]
+    assert [line.split("sequence ")[1].split(",")[0] for line in lines] == ["4", "8", "8"]
 
 
 class Sums(nnx.Module):
@@ -182,7 +179,11 @@ class Sums(nnx.Module):
 
 def test_a_criterion_outside_of_the_model():
     """Outputs that are read have the length of the step; labels without a sequence stay."""
-    engine = jzero.initialize(model=Sums, criterion=lambda y, x: ((y.sum((1, 2)) - x) ** 2).mean(), config=SGD)[0]
+
+    def criterion(outputs, labels):
+        return ((outputs.sum((1, 2)) - labels) ** 2).mean()
+
+    engine = jzero.initialize(model=Sums, criterion=criterion, config=SGD, mesh=mesh(1))[0]
     table = np.asarray(engine.state.params["embed"]["embedding"])
     x, labels = tokens(0)["inputs"], np.arange(ROWS, dtype=np.float32)
     outputs = engine(x)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.loaders import Rows, Sizes, take
 from helpers.refusals import refuses
+from helpers.steps import mesh
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -190,7 +191,7 @@ def test_an_engine_reports_and_resumes_a_mixture(tmp_path, capsys):
     mean = SimpleNamespace(
         init=lambda rng: {"w": jnp.zeros(2)}, loss=lambda params, batch, rng: jnp.mean((batch["y"] - params["w"]) ** 2)
     )
-    make = partial(jzero.initialize, model=mean, config=config, training_data=mixture(seed=2))
+    make = partial(jzero.initialize, model=mean, config=config, mesh=mesh(1), training_data=mixture(seed=2))
     engine, *_ = make()
     assert "\nTraining data\n  - mixture of web (70 samples), code (30 samples)" in capsys.readouterr().out
     losses = [float(engine.train_batch()) for _ in range(3)]

@@ -1,17 +1,14 @@
-"""Packing loses no token, and its segments go with every layout; tests/weights has the logits of packed rows."""
+"""Packing loses no token; tests/weights has the logits of packed rows, tests/parallel trains on them in each layout."""
 
-import dataclasses
 import re
 
-import chex
 import jax
 import numpy as np
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.cuda import on_gpu
 from helpers.named_models import model_of
 from helpers.refusals import refuses
-from helpers.sampling import some
-from helpers.steps import mesh, settings
+from helpers.steps import settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -22,14 +19,6 @@ from jzero.data import Packed, write_tokens
 from jzero.data.sources import Source
 from jzero.planner import gpu_devices
 from models.llama import LlamaConfig
-
-TINY = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, attention="xla")
-LENGTH = 24
-
-
-def documents(n):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, TINY.vocab_size, rng.integers(1, LENGTH + 1)).astype(np.int32) for _ in range(n)]
 
 
 def unpacked(rows):
@@ -100,14 +89,12 @@ def test_bad_documents(make, words):
     refuses(make, words)
 
 
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.usefixtures("no_compilation_cache")
+@on_gpu
 @pytest.mark.slow
 def test_segments_under_cudnn():
     """The H100 program keeps one fused attention call each way and no S x S gradient."""
     step = jzero.make_train_step(
-        model_of(dataclasses.replace(TINY, attention="cudnn", d_model=256, num_layers=1)),
+        model_of(LlamaConfig(1, 256, 4, 2, 48, vocab_size=64, attention="cudnn")),
         settings(8, 3, bf16={"enabled": True}), mesh=jzero.make_mesh(devices=gpu_devices("h100", 2)),
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
@@ -117,27 +104,3 @@ def test_segments_under_cudnn():
     assert sorted(set(kernels.findall(plain))) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     found = sorted(set(kernels.findall(packed)))
     assert found == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"], found
-
-
-def train(degrees, stage, rows, more=None):
-    config = settings(8, stage, accum=4, lr=0.5, mesh=degrees, seed=3, **(more or {}))
-    step = jzero.make_train_step(model_of(TINY), config, mesh=mesh(**degrees))
-    state, metrics = step(step.init(jax.random.key(1)), rows)
-    return metrics["loss"], jax.device_get(state.params)
-
-
-LAYOUTS = [
-    ({"zero": 2}, 3, {"activation_checkpointing": {"policy": "full"}, "stack": {"unroll": False}}),
-    ({"pipe": 2, "zero": 2}, 3, {"pipeline": {"schedule": "zero_bubble"}}),
-    ({"pipe": 2, "zero": 1}, 1, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
-]
-
-
-@pytest.mark.parametrize(("degrees", "stage", "more"), some(LAYOUTS, LAYOUTS[:2]))
-def test_segments_go_with_every_layout(degrees, stage, more):
-    packed = Packed(documents(40), LENGTH)
-    rows = packed.rows(np.arange(8))
-    expected = train({"zero": 1}, 0, rows)
-    loss, params = train(degrees, stage, rows, more)
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    chex.assert_trees_all_close(params, expected[1], rtol=1e-5, atol=1e-6)

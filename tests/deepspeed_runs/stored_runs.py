@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import make_checkpoints
 import numpy as np
 from flax import nnx
+from helpers.drawn import zeros
 from make_checkpoints import LLAMA, STEPS
 
 import jzero
-from models.llama import Llama, LlamaConfig
+from models import from_hf
 
 ARCHIVE = Path(__file__).parent / "checkpoints.tar.xz"
 BOUND = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}  # of a loss, relative
@@ -32,13 +34,9 @@ def squares(outputs, targets):
 
 
 def make_model(kind, pipe=1):
-    """The model of a case, with other weights than DeepSpeed's."""
+    """The model of a case."""
     if kind == "llama":
-        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-        config = LlamaConfig(
-            *(LLAMA[name] for name in names), vocab_size=LLAMA["vocab_size"], norm_eps=1e-5, rope_theta=1e4
-        )
-        return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+        return from_hf({"model_type": "llama", **LLAMA})
     if kind == "pipe":
         spec, rest = jzero.LayerSpec, {"num_stages": pipe, "loss_fn": squares}
         layers = [spec(nnx.Linear, 5, 7), jnp.tanh, spec(nnx.Linear, 7, 7), jnp.tanh, spec(nnx.Linear, 7, 3)]
@@ -67,10 +65,18 @@ def config_of(directory, stage):
     return {key: x for key, x in config.items() if key not in ("zero_allow_untested_optimizer", "steps_per_print")}
 
 
-def make_engine(directory, kind, stage=1, devices=1, pipe=1, **config):
+@cache
+def make_step(kind, config, devices, pipe):
+    """The train step of a config, as text; cases that differ in DeepSpeed's stage alone share what is compiled."""
     mesh = jzero.make_mesh(pipe=pipe, devices=jax.devices()[:devices])
-    model = make_model(kind, pipe)
-    return jzero.initialize(model=model, config=config_of(directory, stage) | config, mesh=mesh)[0]
+    return jzero.make_train_step(make_model(kind, pipe), json.loads(config), mesh=mesh)
+
+
+def make_engine(directory, kind, stage=1, devices=1, pipe=1):
+    """An engine of DeepSpeed's config, with zeros for weights."""
+    config = config_of(directory, stage) | {"stack": {"unroll": "auto" if pipe > 1 else False}}
+    step = make_step(kind, json.dumps(config, sort_keys=True), devices, pipe)
+    return jzero.Engine(step, jax.random.key(0), params=zeros(step.state_shapes.params))
 
 
 def batch(kind, step):

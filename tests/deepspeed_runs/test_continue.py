@@ -18,13 +18,13 @@ from stored_runs import BOUND, about, continued, make_engine
 RUNS = [
     ("mlp-1-bf16", "universal", 3, 2, 1), ("mlp-1-sgd", "ckpt", 0, 1, 1), ("mlp-2-adagrad", "ckpt", 1, 1, 1),
     ("mlp-0-lamb", "ckpt", 0, 1, 1), ("mlp-3-lion", "ckpt", 1, 1, 1), ("mlp-0-muon", "ckpt", 0, 1, 1),
-    ("mlp-0-bf16-fused", "ckpt", 0, 1, 1), ("mlp-0-bf16-groups", "ckpt", 3, 2, 1), ("pipe-1-fp32", "ckpt", 1, 2, 2),
+    ("mlp-0-bf16-fused", "ckpt", 3, 2, 1), ("mlp-0-bf16-groups", "ckpt", 0, 1, 1), ("pipe-1-fp32", "ckpt", 1, 1, 1),
     ("llama-3-bf16", "ckpt", 0, 1, 1),
 ]  # fmt: skip
-FP16 = [("mlp-0-fp16", "ckpt", 2, 2, 1), ("mlp-3-fp16", "ckpt", 1, 1, 1)]
+FP16 = [("mlp-0-fp16", "ckpt", 1, 1, 1), ("mlp-3-fp16", "ckpt", 1, 1, 1)]
 # The other stages, precisions, models and kinds of checkpoint. CI makes some of them again.
 MORE = [
-    (case, folder, i % 4, (1, 2, 8)[i % 3], 2 if kind == "llama" and i % 3 else 1)
+    (case, folder, i % 4, (1, 2, 8)[i % 3], 2 if kind != "mlp" and i % 3 else 1)
     for i, (case, folder) in enumerate(product(sorted(CASES.keys() - {"mlp-0-frozen"}), ("ckpt", "universal")))
     for kind, *_, universal in [CASES[case]]
     if (folder == "ckpt" or universal) and (case, folder) not in {run[:2] for run in (*RUNS, *FP16)}

@@ -12,7 +12,7 @@ from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stored_cases import check_cases
 from make_checkpoints import STEPS
-from stored_runs import BOUND, about, batch, config_of, continued, make_engine, make_model
+from stored_runs import BOUND, about, batch, config_of, continued, make_engine, make_model, make_step
 
 import jzero
 from jzero.cli import main
@@ -20,9 +20,7 @@ from jzero.deepspeed import find_deepspeed
 from jzero.deepspeed.import_run import BATCH, deepspeed_batch
 from jzero.deepspeed.torch_files import TorchTensor
 from jzero.deepspeed.zero_shards import DeepSpeedState, _add_module, _add_others, _place_in_groups, read_deepspeed
-from jzero.mesh import make_mesh
 from jzero.run.import_deepspeed import compare_names
-from jzero.step.train_step import make_train_step
 
 
 @pytest.fixture
@@ -40,17 +38,16 @@ def goes_on(engine, directory, steps=STEPS):
 def engine_of(directory, devices, **batch_sizes):
     """An engine of DeepSpeed's config with other batch sizes."""
     config = {key: x for key, x in config_of(directory, 1).items() if key not in BATCH} | batch_sizes
-    mesh = make_mesh(devices=jax.devices()[:devices])
+    mesh = jzero.make_mesh(devices=jax.devices()[:devices])
     return jzero.initialize(model=make_model("mlp"), config=config, mesh=mesh)[0]
 
 
 def step_of(kind):
-    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    return make_train_step(make_model(kind), config, mesh=make_mesh(devices=jax.devices()[:1]))
+    return make_step(kind, '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}', 1, 1)
 
 
 def equal(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b))
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
 def test_names_of_both_sides(runs_of_deepspeed, tmp_path, capsys, command):
@@ -112,7 +109,8 @@ def test_training_data_begin_at_their_start(runs_of_deepspeed, capfd):
     directory = runs_of_deepspeed / "mlp-1-fp32"
     data = tuple(np.concatenate(parts) for parts in zip(*(batch("mlp", STEPS + n) for n in range(4)), strict=True))
     config = config_of(directory, 1) | {"seed": 1}
-    engine = jzero.initialize(model=make_model("mlp"), config=config, training_data=data)[0]
+    mesh = jzero.make_mesh(devices=jax.devices()[:1])
+    engine = jzero.initialize(model=make_model("mlp"), config=config, mesh=mesh, training_data=data)[0]
     engine.load_checkpoint(directory / "ckpt")
     assert "has no position in training_data, which begins at its start" in capfd.readouterr().err
     assert engine.training_dataloader.position == {"epoch": 0, "samples": 0}
@@ -166,16 +164,16 @@ def test_a_rename_of_another_form(runs_of_deepspeed, tmp_path, command, capsys):
 
 def test_the_command_and_the_config_of_many_devices(runs_of_deepspeed, tmp_path, capsys, command):
     """The run's own file divides the batch over its 2 processes; the import has one device. The checkpoint goes on."""
-    directory, file = runs_of_deepspeed / "mlp-1-fp32", tmp_path / "ds_config.json"
+    directory, file, out = runs_of_deepspeed / "mlp-1-fp32", tmp_path / "ds_config.json", tmp_path / "out"
     config = config_of(directory, 1) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    for out, more in (("with", {"train_batch_size": 8, "mesh": {"data": 2}}), ("without", {})):
-        file.write_text(json.dumps({key: x for key, x in config.items() if key != "train_batch_size"} | more))
-        assert command(directory / "ckpt", tmp_path / out, "--config", file) == 0
-        notes = json.loads((tmp_path / out / "global_step20" / "notes.json").read_text())["notes"]["notes"]
-        assert notes["batch"]["given"] == [8, None, None]  # the division is this machine's
-        assert capsys.readouterr().out.endswith(f"{tmp_path / out}/global_step20\n")
+    del config["train_batch_size"]
+    file.write_text(json.dumps(config | {"mesh": {"data": 2}}))
+    assert command(directory / "ckpt", out, "--config", file) == 0
+    notes = json.loads((out / "global_step20" / "notes.json").read_text())["notes"]["notes"]
+    assert notes["batch"]["given"] == [8, None, None]  # the division is this machine's
+    assert capsys.readouterr().out.endswith(f"{out}/global_step20\n")
     engine = make_engine(directory, "mlp")
-    assert engine.load_checkpoint(tmp_path / "without")[1] == {"epoch": 3, "note": "twenty"}
+    assert engine.load_checkpoint(out)[1] == {"epoch": 3, "note": "twenty"}
     assert engine.global_samples == 160
     goes_on(engine, directory)
 

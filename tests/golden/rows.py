@@ -88,13 +88,7 @@ def _rows():
     yield "layers-pipe2", "layers", {"pipe": 2, "zero": 2}, {"stage": 2}, {}
     yield "layers-pipe3-switched", "layers", {"pipe": 3, "zero": 2}, {"stage": 1}, {}
     yield "llama-pipe2-zero3", "llama", {"pipe": 2, "zero": 4}, ZERO3, BF16
-    yield (
-        "nnx-pipe2-full",
-        "nnx",
-        {"pipe": 2, "zero": 2},
-        {"stage": 1},
-        {"activation_checkpointing": {"policy": "full"}},
-    )
+    yield "nnx-pipe2-full", "nnx", {"pipe": 2, "zero": 2}, {"stage": 1}, SECTIONS["remat-full"]
     for axes in ({"tensor": 2}, {"context": 2}, {"tensor": 2, "context": 2}, {"pipe": 2, "tensor": 2}):
         name = "-".join(f"{axis}{n}" for axis, n in axes.items())
         for stage in (1, 3):

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
 
 from golden import rows
+from helpers.drawn import zeros
 
 import jzero
 
@@ -28,10 +29,12 @@ NAMES = ("functions-zero3", "normed-fp16", "llama-fp8-delayed", "functions-ema",
 
 
 @cache
-def engine(name: str):
-    """Make the engine of a row; the tests of what it reads and of what it writes share it."""
-    config = {**rows.setting(name)["config"], "steps_per_print": 1000}
-    return jzero.initialize(**{**rows.setting(name), "config": config}, rng=jax.random.key(0))[0]
+def engine(name: str, drawn: bool = False):
+    """Make the engine of a row, with zeros for weights or drawn ones; the tests of reading and of writing share it."""
+    setting = rows.setting(name)
+    setting["config"] |= {"steps_per_print": 1000}
+    step = jzero.make_train_step(**setting)
+    return jzero.Engine(step, jax.random.key(0), params=None if drawn else zeros(step.state_shapes.params))
 
 
 def contents(state) -> list[str]:
@@ -51,7 +54,7 @@ def losses(made, name: str) -> list[float]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(sys.argv[1], "w", zipfile.ZIP_DEFLATED) as archive:
         for name in NAMES:
-            made = engine(name)
+            made = engine(name, drawn=True)
             losses(made, name)
             made.save_checkpoint(f"{directory}/{name}").wait()
             facts = {"contents": contents(made.state), "next losses": losses(made, name)}

@@ -3,12 +3,14 @@
 import dataclasses
 import inspect
 import json
+import math
 import re
 
 import jax
+import numpy as np
 import pytest
 from golden import rows, snapshots, stored_checkpoints
-from helpers.cuda import needs_cuda_compiler
+from helpers.cuda import on_gpu
 
 import jzero
 
@@ -64,14 +66,15 @@ def test_leaves_of_a_checkpoint(name, update, tmp_path):
 
 
 def test_one_run(update, tmp_path, capsys):
-    """The report, the lines on the screen and the ledger of a run of four steps, with # for each number."""
-    setting = rows.setting("llama-zero2-bf16")
+    """The report of a model; the lines on the screen, with # for each number, and the ledger of a run of four steps."""
+    report = jzero.report(jzero.make_train_step(**rows.setting("llama-zero2-bf16")))
+    setting = rows.setting("functions-zero2") | {"mesh": jzero.make_mesh(devices=jax.devices()[:1])}  # a small step
     setting["config"] |= {"checkpoint": {"dir": str(tmp_path)}, "steps_per_print": 2}
-    engine = jzero.initialize(**setting, rng=jax.random.key(0))[0]
-    report = jzero.report(engine)
+    engine, batch = jzero.initialize(**setting)[0], rows.batch("functions") | {"tokens": np.ones((rows.BATCH, 8), int)}
+    assert capsys.readouterr().out == f"{jzero.report(engine)}\n"
     for _ in range(4):
-        engine.train_batch(rows.batch("llama"))
-    engine.eval_batch(rows.batch("llama"))
+        engine.train_batch(batch)
+    engine.eval_batch(batch)
     engine.save_checkpoint(str(tmp_path)).wait()
     engine._observers.close()
     screen = capsys.readouterr()
@@ -101,21 +104,15 @@ def is_timing(line: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-@pytest.mark.usefixtures("no_compilation_cache")
+@on_gpu
 @pytest.mark.parametrize("name", PLANS)
 def test_plans(name, update):
     setting = rows.setting(name)
     degrees = dict(setting.pop("mesh").shape)
     setting["config"] |= {"mesh": degrees}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows.batch(rows.ROWS[name][0]))
-    devices = 1
-    for degree in degrees.values():
-        devices *= degree
-    record = jzero.plan(
-        setting["model"], setting["config"], shapes, gpu="h100", nodes=1, gpus_per_node=devices
-    ).record()
+    devices = math.prod(degrees.values())
+    record = jzero.plan(setting["model"], setting["config"], shapes, gpu="h100", gpus_per_node=devices).record()
     for key in ("versions", "compile_s"):
         del record[key]
     found = json.loads(without_places(json.dumps(rounded(record), default=str)))

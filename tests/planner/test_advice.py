@@ -160,7 +160,7 @@ def line(text):
 
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
-def test_by_axis_and_line(tmp_path):
+def test_by_axis_and_line():
     plan = jzero.plan(FeedForward(), config(3, tensor=TENSOR), SHAPES, gpu="h100", nodes=TENSOR * ZERO, gpus_per_node=1)
     activation = ROWS // ZERO * SEQUENCE * WIDTH * BF16
     # The input is the same on all devices of a group: nothing is gathered. The sum of `down` needs one reduce-scatter,
@@ -190,11 +190,7 @@ def test_by_axis_and_line(tmp_path):
     assert int(launches) >= 3
     assert size.endswith("KiB")
     assert by_axis["zero"][:2] == ["2", "100.0%"]
-    pytest.importorskip("matplotlib")
-    plan.html(tmp_path / "plan.html")
-    for shown in (text, page := (tmp_path / "plan.html").read_text()):
-        assert line("down") in shown
-    assert "By axis" in page
+    assert line("down") in text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.cuda import needs_cuda_compiler, on_gpu
 from helpers.hlo_programs import RATES
 from helpers.refusals import refuses
 from helpers.sampling import keep
@@ -17,9 +17,7 @@ from jzero.planner import GPUS, Rates, calibrate, gpu_devices, memory
 from jzero.planner.calibrate import Sizes, _rate_and_row, hot_seconds, measured
 
 
-@pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
+@on_gpu
 @pytest.mark.parametrize("name", keep(GPUS, ["h100"]))
 def test_every_gpu_compiles(name):
     (device,) = gpu_devices(name, 1)

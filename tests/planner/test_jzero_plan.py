@@ -17,6 +17,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler
 from helpers.engines import FEATURES, Net, rows
 from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, computation, gather, program
+from helpers.named_models import model_of
 from helpers.refusals import refuses
 
 import jzero
@@ -28,9 +29,9 @@ from jzero.planner.plan_display import time_rows, timeline_figure
 from jzero.planner.plan_facts import SCHEMA, PlannedTime, schedule_of
 from jzero.planner.state_bytes import deepspeed_estimate, zero2, zero3
 from jzero.step.batch import Amount
-from models.llama import Llama, preset
+from models.llama import preset
 
-SHAPE = preset("tiny", num_layers=2, d_model=256, d_ff=512, vocab_size=1536)
+SHAPE = preset("tiny", num_layers=1, d_model=256, d_ff=512, vocab_size=1536)
 ROWS, LENGTH = 1, 512
 CONFIG = {
     "train_micro_batch_size_per_gpu": ROWS,
@@ -50,11 +51,10 @@ def plan():
         STATS.append(compiled.memory_analysis())
         return memory(compiled, step)
 
-    model = jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs))
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("jzero.planner.plan_facts"), "memory", read)
-        return jzero.plan(model, CONFIG | zero, tokens, gpu="h200", gpus_per_node=4)
+        return jzero.plan(model_of(SHAPE), CONFIG | zero, tokens, gpu="h200", gpus_per_node=4)
 
 
 @pytest.mark.gpu_compile
@@ -115,6 +115,7 @@ class TestPlan:
         page = (tmp_path / "plan.html").read_text()
         assert page.count("<svg") == 2
         assert "GPU-hours" in page
+        assert "By axis" in page
         assert not re.search(r'(src|href)="http', page)
         assert "<h2>Time of a step</h2>" in plan._repr_html_()
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -76,42 +76,36 @@ def test_loops(kind):
     refuses(lambda: found.select(dtype="bfloat16"), "bf16")
 
 
-def test_branch():
-    def f(x):
-        def body(x, _):
-            return lax.cond(x[0, 0] > 0, lambda x: lax.psum(jnp.sin(x), "data"), lambda x: x, x), None
+def branch(x, _):
+    return lax.cond(x[0, 0] > 0, lambda x: lax.psum(jnp.sin(x), "zero"), lambda x: x, x), None
 
-        return lax.scan(body, x, None, length=4)[0]
 
-    found = collectives_of(mesh_of("cpu"), f, f32(16, 8))
-    assert facts(found) == [("all-reduce", "f32", 1, 512, ("data",), 2, (4,), True)]
-    assert len(found.select(in_branch=False)) == 0
+def total(x):
+    return lax.psum(jnp.sin(x), "zero")
+
+
+SIZE = 64 * 8 * 4
 
 
 @pytest.mark.parametrize(
-    ("f", "out_specs", "expected"),
+    ("f", "out_specs", "kind", "operands", "size", "loops"),
     [
-        (lambda x: lax.all_to_all(x, "zero", 0, 1, tiled=True), P("zero"), ("all-to-all", 1, 64 * 8 * 4, ())),
-        (lambda x: lax.psum((jnp.sin(x), x[0]), "zero"), P(), ("all-reduce", 2, 64 * 8 * 4 + 8 * 4, ())),
-        (lambda x: lax.fori_loop(2, 9, lambda i, x: lax.psum(jnp.sin(x), "zero"), x), P(),
-            ("all-reduce", 1, 64 * 8 * 4, (7,))),
+        (lambda x: lax.all_to_all(x, "zero", 0, 1, tiled=True), P("zero"), "all-to-all", 1, SIZE, ()),
+        (lambda x: lax.psum((jnp.sin(x), x[0]), "zero"), WHOLE, "all-reduce", 2, SIZE + 8 * 4, ()),
+        (lambda x: lax.fori_loop(2, 9, lambda i, x: total(x), x), WHOLE, "all-reduce", 1, SIZE, (7,)),
+        (lambda x: lax.scan(branch, x, None, length=4)[0], WHOLE, "all-reduce", 1, SIZE, (4,)),
+        (lambda x: lax.while_loop(lambda x: x[0, 0] < 10, total, x), WHOLE, "all-reduce", 1, SIZE, (None,)),
     ],
-    ids=["all-to-all", "variadic", "constant-while"],
-)  # fmt: skip
-def test_one_operation(f, out_specs, expected):
-    (row,) = collectives_of(mesh_of("cpu"), f, f32(64, 8), out_specs=out_specs)
-    assert (row.kind, row.operands, row.bytes, row.loops) == expected
-    assert (row.dtype, row.axes, row.group_size, row.in_branch) == ("f32", ("zero",), 4, False)
-
-
-def test_unknown_trip_count_is_flagged():
-    def f(x):
-        return lax.while_loop(lambda x: x[0] < 10, lambda x: lax.psum(jnp.sin(x), "zero"), x)
-
-    found = collectives_of(mesh_of("cpu"), f, f32(8))
-    assert [(row.loops, row.times) for row in found] == [((None,), 1)]
-    assert found.unknown_trips
-    assert "unknown" in str(found)
+    ids=["all-to-all", "variadic", "constant-while", "branch", "unknown-trips"],
+)
+def test_one_operation(f, out_specs, kind, operands, size, loops):
+    found = collectives_of(mesh_of("cpu"), f, f32(64, 8), out_specs=out_specs)
+    in_branch = loops == (4,)
+    assert facts(found) == [(kind, "f32", operands, size, ("zero",), 4, loops, in_branch)]
+    assert len(found.select(in_branch=in_branch)) == 1
+    assert len(found.select(in_branch=not in_branch)) == 0
+    assert found.unknown_trips == ("unknown" in str(found)) == (loops == (None,))
+    assert found.launches == (sum(loops) if loops and loops[0] else 1)
 
 
 def test_devices_in_another_order():

@@ -24,7 +24,6 @@ from jzero.planner.search import search_configs, smallest
 from models.llama import preset
 
 RAW = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
-CHANGES = ("num_layers=4", "d_model=384", "d_ff=768")
 ONE_HOST = SearchSpace(RAW, Cluster("h200", 1, 2), 4)  # of `task()`
 
 
@@ -34,8 +33,9 @@ def candidates(gpus=4, each=4, layers=4, **raw):
     return found
 
 
-def task(nodes=1, each=2, raw=RAW):
-    return Task(raw, "llama:tiny", 128, CHANGES, Cluster("h200", nodes, each), Rates.of("h200"))
+def task(nodes=1, each=2, raw=RAW, layers=4):
+    changes = f"num_layers={layers}", "d_model=384", "d_ff=768"
+    return Task(raw, "llama:tiny", 128, changes, Cluster("h200", nodes, each), Rates.of("h200"))
 
 
 def test_count_by_hand():
@@ -113,11 +113,11 @@ def test_the_least_time_of_a_candidate():
     """The products at the full rate, without attention; two stages with two micro-batches idle a third of the time."""
     raw = RAW | {"mesh": {"pipe": 2}}
     candidate = {keys.POLICY: "none", MICRO: 8, ACCUM: 2, keys.SCHEDULE: "1f1b"}
-    of_attention = 12 * 384 * 4 * 128 / 2  # width, layers, the keys that a token sees
-    shape = preset("tiny", num_layers=4, d_model=384, d_ff=768)
+    of_attention = 12 * 384 * 2 * 128 / 2  # width, layers, the keys that a token sees
+    shape = preset("tiny", num_layers=2, d_model=384, d_ff=768)
     flops = (shape.flops_per_token(128) - of_attention) * 128 * 16
     expected = flops / 2 / dict(Rates.of("h200").products)["f16"] * 3 / 2
-    assert Bounds(task(raw=raw)).seconds(candidate) == pytest.approx(expected, rel=0.005)
+    assert Bounds(task(raw=raw, layers=2)).seconds(candidate) == pytest.approx(expected, rel=0.005)
 
 
 @pytest.fixture
@@ -210,12 +210,11 @@ def test_the_smallest_cluster(nodes, gpus, machine):
     def of(there):
         return known.setdefault(there.cluster, Bounds(there))
 
-    there, cluster = of(task(nodes, gpus, raw)), Cluster("h200", nodes, gpus)
-    least = min(
-        there.memory(candidate) for candidate in SearchSpace(raw, cluster, 4).candidates() if candidate[MICRO] == 1
-    )
+    there, cluster = of(task(nodes, gpus, raw, 1)), Cluster("h200", nodes, gpus)
+    smallest_ones = (candidate for candidate in SearchSpace(raw, cluster, 1).candidates() if candidate[MICRO] == 1)
+    least = min(map(there.memory, smallest_ones))
     machine(of, 0, 0.999 * GPUS["h200"].usable(nodes * gpus).most / least)
-    found, estimate = smallest(task(each=4, raw=raw))
+    found, estimate = smallest(task(each=4, raw=raw, layers=1))
     assert found.cluster == cluster
     assert estimate.fits
 

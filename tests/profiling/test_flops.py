@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.named_models import model_of
 
 import jzero
 from jzero.planner.traced_operations import Walk
 from jzero.profiling import Module, StepFlops, step_flops
 from models.attention import attend
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 from models.mlp import MLP, cross_entropy
 from models.moe import MixtureConfig
 
@@ -31,9 +32,9 @@ def flops_of(model, batch, devices=8, **config):
     return found, {"/".join(m.path): m for m in found.modules}
 
 
-def llama(**config):
+def llama(shape=C, **config):
     tokens = jax.ShapeDtypeStruct((S,), jnp.int32)
-    return flops_of(jzero.from_flax(lambda rngs: Llama(C, rngs=rngs)), {"inputs": tokens, "labels": tokens}, **config)
+    return flops_of(model_of(shape), {"inputs": tokens, "labels": tokens}, **config)
 
 
 def layer(tokens):
@@ -128,11 +129,9 @@ def test_modules_have_the_names_of_their_attributes():
 
 def test_padding_of_experts_is_not_counted():
     """Rows are padded to the worst case along `expert`; a token is multiplied with its own experts alone."""
-    shape = dataclasses.replace(C, num_layers=1, mixture=MixtureConfig(4, 2, F))
-    model = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
-    tokens = jax.ShapeDtypeStruct((S,), jnp.int32)
-    _, found = flops_of(
-        model, {"inputs": tokens, "labels": tokens}, devices=4, mesh={"zero": 1, "expert": 2, "tensor": 2},
+    _, found = llama(
+        dataclasses.replace(C, num_layers=1, mixture=MixtureConfig(4, 2, F)),
+        devices=4, mesh={"zero": 1, "expert": 2, "tensor": 2},
         expert_parallel={"dimensions": {"mlp/(gate_up|down)": 0}}, activation_checkpointing={"policy": "full"},
     )  # fmt: skip
     # The devices of tensor gather the tokens, and each has a part of the experts' width.

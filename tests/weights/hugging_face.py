@@ -1,21 +1,21 @@
 """One row for each family: transformers' model, jzero's of the same files, and checks, which return relative errors."""
 
 import json
-import math
 import tempfile
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from helpers.named_models import model_of
+from helpers.steps import mesh, settings
 from safetensors.numpy import load_file
 
 import jzero
 from jzero import weights
-from models import bert, config_from_hf, gpt2, vit
-from models.decoder import Decoder
+from models import config_from_hf
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -161,7 +161,6 @@ def masked_batch(rows):
 
 
 class Case(NamedTuple):
-    kind: Any
     architecture: str
     config: str
     options: dict
@@ -171,17 +170,16 @@ class Case(NamedTuple):
 TEXT = lm_batch(TOKENS[0])
 PICTURES = {"images": IMAGES, "labels": np.array([1, 3])}
 OTHERS = {
-    "gpt2": Case(gpt2.GPT2, "GPT2LMHeadModel", "GPT2Config", GPT2, TEXT),
-    "bert": Case(bert.Bert, "BertForMaskedLM", "BertConfig", BERT, masked_batch(TOKENS[0])),
-    "vit": Case(vit.ViT, "ViTForImageClassification", "ViTConfig", VIT, PICTURES),
+    "gpt2": Case("GPT2LMHeadModel", "GPT2Config", GPT2, TEXT),
+    "bert": Case("BertForMaskedLM", "BertConfig", BERT, masked_batch(TOKENS[0])),
+    "vit": Case("ViTForImageClassification", "ViTConfig", VIT, PICTURES),
 }
 CASES = OTHERS | {
     name: Case(
-        Decoder, f"{family}ForCausalLM",
-        f"{family}TextConfig" if family in ("Gemma3", "Llama4") else f"{family}Config", DECODER | more, TEXT,
+        f"{family}ForCausalLM", f"{family}{'Text' * (family in ('Gemma3', 'Llama4'))}Config", DECODER | more, TEXT
     )
     for name, (family, more) in FAMILIES.items()
-}  # fmt: skip
+}
 
 
 def torch_model(name):
@@ -218,7 +216,7 @@ class Pair:
 
     @cached_property
     def step(self):
-        return step_of(self.config, self.case.kind)
+        return step_of(self.config)
 
     @cached_property
     def params(self):
@@ -320,25 +318,15 @@ def error_of(found, expected, batch=()):
     return float(abs(found[counted] - expected[counted]).max() / abs(expected).max())
 
 
-def step_of(config, kind=Decoder, stage=0, more=None, **axes):
+def step_of(config, stage=0, more=None, **axes):
     """A train step of a model; its large eps keeps a gradient's rounding error near zero from changing a sign."""
-    axes = {"zero": 1, **axes}
-    settings = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1, "eps": 1e-3}},
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({} if "pipe" in axes else {"stack": {"unroll": False}}),
-        **(more or {}),
-    }
-    devices = jax.devices()[: math.prod(axes.values())]
-    model = jzero.from_flax(lambda rngs: kind(config, rngs=rngs))
-    return jzero.make_train_step(model, settings, mesh=jzero.make_mesh(devices=devices, **axes))
+    adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1, "eps": 1e-3}}
+    more = {"optimizer": adamw, "stack": {"unroll": "auto" if "pipe" in axes else False}} | (more or {})
+    return jzero.make_train_step(model_of(config), settings(2, stage, **more), mesh=mesh(**{"zero": 1, **axes}))
 
 
 def step_from(name, changes=None, **layout):
-    case = CASES[name]
-    return step_of(config_from_hf(pair(name).directory, **(changes or {})), case.kind, **layout)
+    return step_of(config_from_hf(pair(name).directory, **(changes or {})), **layout)
 
 
 def as_torch(batch):

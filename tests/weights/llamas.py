@@ -5,11 +5,13 @@ from functools import cache
 
 import jax
 import numpy as np
+from helpers.drawn import drawn
+from helpers.named_models import model_of
 from helpers.steps import mesh, settings
 
 import jzero
 from jzero.model import stack_loss
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 GROUPED = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64, rope_theta=1234.0)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16))
@@ -44,7 +46,7 @@ class One:
 
 @cache
 def model(shape=GROUPED):
-    return jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs))
+    return model_of(shape)
 
 
 def step(made=None, stage=0, *, more=None, **axes):
@@ -61,7 +63,8 @@ def _step(made, stage, more, axes):
 
 
 def engine(*arguments, seed=0, **keywords):
-    return jzero.Engine(step(*arguments, **keywords), jax.random.key(seed))
+    made = step(*arguments, **keywords)
+    return jzero.Engine(made, jax.random.key(seed), params=drawn(made.state_shapes.params, seed))
 
 
 def logits(made, params, tokens=TOKENS):

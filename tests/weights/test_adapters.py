@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.drawn import drawn
 from helpers.refusals import says
 from helpers.sampling import some
 from llamas import GROUPED, TOKENS, engine, logits, model, same, step
@@ -31,13 +32,10 @@ def base(tmp_path_factory):
     return path, made
 
 
-def tuned(base, shape=ALL, **layout):
-    made, rng = step(model(shape), more=TRAINED, **layout), np.random.default_rng(1)
-
-    def filled(like, x):
-        return rng.normal(size=like.shape, scale=0.2).astype(np.float32) if x is None else x
-
-    params = jax.tree.map(filled, made.state_shapes.params, weights.load(base[0], made))
+def tuned(base, shape=ALL, more=TRAINED, **layout):
+    made = step(model(shape), more=more, **layout)
+    adapters, loaded = drawn(made.state_shapes.params, 1), weights.load(base[0], made)
+    params = jax.tree.map(lambda x, known: x if known is None else known, adapters, loaded)
     return jzero.Engine(made, jax.random.key(0), params=params)
 
 
@@ -128,7 +126,7 @@ def test_checkpoints(tmp_path, base, layout):
 
 @pytest.mark.slow
 def test_merged_weights_do_not_count_adapters_twice(tmp_path, base):
-    made, twin = tuned(base, SOME), engine(model(SOME), more=TRAINED)
+    made, twin = tuned(base, SOME), jzero.Engine(step(model(SOME), more=TRAINED), jax.random.key(0))
     made.save_16bit_model(tmp_path)
     for path in (tmp_path, base[0]):  # nothing in the files says which of them is merged
         words = ["lacks the adapters", "lora_b", "not zero", "into a new engine"]
@@ -161,7 +159,7 @@ def classifier(tmp_path_factory):
     plain = engine(jzero.from_flax(Classifier, loss_fn), seed=5)
     weights.save(plain.state.params, plain.step_fn, path, "model.safetensors", np.dtype("float32"))
     wrapped = jzero.from_flax(lambda rngs: Classifier(rngs, rank=2), loss_fn)
-    return path, plain, engine(wrapped, 3, zero=2, more=TRAINED)
+    return path, plain, jzero.Engine(step(wrapped, 3, zero=2, more=TRAINED), jax.random.key(0))
 
 
 def test_renamed_prefixes(classifier):
@@ -207,19 +205,20 @@ def test_refused_adapters(tmp_path, base, adapter):
     made.save_16bit_model(both)
     made.save_adapters(both)
     says(lambda: made.load_weights(both), "adapter_model.safetensors next to other weights", "pass the file")
-    others = made.step_fn.init(jax.random.key(7), weights.load(base[0], made.step_fn)).params
-    loaded = weights.load(both / "adapter_model.safetensors", made.step_fn, params=others)
-    assert same(loaded, params)
-    assert not same(others, params)
+    others = jax.tree_util.tree_map_with_path(lambda path, x: -x if "lora_" in path[-1].key else x, params)
+    assert same(weights.load(both / "adapter_model.safetensors", made.step_fn, params=others), params)
     says(lambda: base[1].save_adapters(tmp_path / "no"), "no adapters", "lora=LoRAConfig", "transformers has")
-    base[1].save_checkpoint(tmp_path / "plain").wait()
+    table = base[1].step_fn.model.weights_layout()
+    jzero.checkpoint.save(
+        {"params": base[1].state.params}, tmp_path / "plain", tag="last", notes={"weights": table}
+    ).wait()
     says(lambda: weights.export(tmp_path / "plain", tmp_path / "no", adapters=True), "no adapters")
     assert not (tmp_path / "no").exists()
 
 
-def test_adapters_alone_are_refused_where_more_is_trained(tmp_path):
+def test_adapters_alone_are_refused_where_more_is_trained(tmp_path, base):
     """They would go onto weights that they were not trained with; merged weights have all of it."""
-    made = engine(model(SOME), more={"trainable_parameters": ["lora_", "embed"]})
+    made = tuned(base, SOME, {"trainable_parameters": ["lora_", "embed"]})
     assert "ends/embed is trained besides the adapters" in " ".join(report(made.step_fn).split())
     assert "besides the adapters" not in report(step(model(SOME), more=TRAINED)) + report(step())
     made.save_checkpoint(tmp_path / "run").wait()

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from helpers.named_models import model_of
 from helpers.refusals import says
-from helpers.sampling import keep
 from launcher.jobs import Command
-from llamas import Net, One, engine, same, step
+from llamas import Net, engine, same
 from safetensors.numpy import load_file
 
 import jzero
@@ -27,7 +26,6 @@ from jzero.tree import named
 from jzero.weights.export import CheckpointParameters, parse_size
 from jzero.weights.save import _part, gather_params
 from models import config_from_hf
-from models.decoder import Decoder
 from models.lora import LoRAConfig
 
 
@@ -80,30 +78,8 @@ def test_shards(tmp_path, saved, capsys):
     np.testing.assert_array_equal(back.lm_head.weight.detach(), made.state.params["ends"]["head"]["kernel"].T)
 
 
-def pipeline_module():
-    block = jzero.LayerSpec(nnx.Linear, 8, 8)
-    layers = [jzero.LayerSpec(nnx.Linear, 4, 8), block, block, block, nnx.relu, jzero.LayerSpec(nnx.Linear, 8, 2)]
-    return jzero.PipelineModule(layers, loss_fn=lambda outputs, labels: ((outputs - labels) ** 2).mean())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [pipeline_module, One])
-def test_a_model_without_a_table_keeps_its_names(tmp_path, make):
-    made = make()
-    saved, loaded = engine(made, 3, zero=2), engine(made, 1, seed=1, zero=2)
-    out = exported(saved, tmp_path)
-    there = {
-        jax.tree_util.keystr(path, simple=True, separator=".") or "params": x
-        for path, x in jax.tree_util.tree_flatten_with_path(saved.state.params)[0]
-    }
-    assert same(load_file(out / "model.safetensors"), there)
-    assert not same(loaded.state.params, saved.state.params)
-    loaded.load_weights(out)
-    assert same(loaded.state.params, saved.state.params)
-
-
-def test_a_functional_checkpoint_says_no_names(tmp_path, capsys):
-    made, unnamed = engine(), "tensors have the names of the leaves"
+def test_a_functional_checkpoint_says_no_names(tmp_path, saved, capsys):
+    made, unnamed = saved[1], "tensors have the names of the leaves"
     jzero.checkpoint.save(made.state, tmp_path / "bare").wait()
     assert export(tmp_path / "bare", tmp_path / "out") == 0
     assert unnamed in capsys.readouterr().out
@@ -134,23 +110,19 @@ def download(tmp_path):
 
 
 def of_download(directory, **changes):
-    shape = config_from_hf(directory, **changes)
-    made = step(jzero.from_flax(lambda rngs: Decoder(shape, rngs=rngs)), 3, zero=2)
-    return jzero.Engine(made, jax.random.key(0), params=weights.load(directory, made) if not changes else None)
+    return engine(model_of(config_from_hf(directory, **changes)), 3, zero=2)
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["export", "save_16bit_model of merged adapters"])
-def test_a_download_goes_back_with_its_config_and_tokenizer(download, tmp_path, merged):
-    out = tmp_path / "out"
-    if merged:
-        of_download(download, lora=LoRAConfig(r=2)).save_16bit_model(out)
-    else:
-        exported(of_download(download), tmp_path)
-    assert names(out) == {"config.json", "model.safetensors", *COMPANIONS}
-    assert all((out / name).read_bytes() == (download / name).read_bytes() for name in COMPANIONS)
-    before, after = (json.loads((path / "config.json").read_text()) for path in (download, out))
-    del before["dtype"]
-    assert {key: after.get(key) for key in before} == before
+def test_a_download_goes_back_with_its_config_and_tokenizer(download, tmp_path):
+    """Its adapters are merged."""
+    made, saved = of_download(download, lora=LoRAConfig(r=2)), tmp_path / "saved"
+    made.save_16bit_model(saved)
+    for out in (saved, exported(made, tmp_path)):
+        assert names(out) == {"config.json", "model.safetensors", *COMPANIONS}
+        assert all((out / name).read_bytes() == (download / name).read_bytes() for name in COMPANIONS)
+        before, after = (json.loads((path / "config.json").read_text()) for path in (download, out))
+        del before["dtype"]
+        assert {key: after.get(key) for key in before} == before
 
 
 def test_a_download_that_has_gone(download, tmp_path, capsys):
@@ -236,14 +208,9 @@ def test_sizes():
 # ------------------------------------------------------------------------------------------- engine.save_16bit_model
 
 
-LAYOUTS = [{"stage": 0, "zero": 4}, {"stage": 3, "pipe": 2, "zero": 4}]
-
-
-@pytest.mark.parametrize("layout", keep(LAYOUTS, LAYOUTS[1:]), ids=str)
-def test_it_is_the_export_in_bfloat16(tmp_path, layout):
-    made = engine(**layout)
-    made.save_checkpoint(tmp_path / "ckpt").wait()
-    weights.export(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+def test_it_is_the_export_in_bfloat16(tmp_path, saved):
+    path, made = saved
+    weights.export(path, tmp_path / "out", dtype="bfloat16")
     assert made.save_16bit_model(tmp_path / "new" / "saved") is True
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("new/saved", "out")]
     assert files[0].keys() == {"config.json", "model.safetensors"}

@@ -1,6 +1,7 @@
 """Any partition of a leaf into boxes gives its tensors, for any table and any window size."""
 
 import itertools
+from functools import cache
 
 import jax
 import ml_dtypes
@@ -56,6 +57,7 @@ def boxes(draw, shape):
     return [tuple(slice(*edge) for edge in box) for box in itertools.product(*(itertools.pairwise(c) for c in cuts))]
 
 
+@cache
 def expected():
     qk, norm = VALUES["stack.qk"], VALUES["stack.norm"]
     found = {"scale": VALUES["scale"], "conv": np.zeros((5, 3, 2, 2), "f4")}
@@ -173,12 +175,15 @@ class Coinciding(Net):
         return {"config": {}, "aliases": {"^old_": ""}, "tensors": [*rows, {"name": "w.{layer}", "leaf": "stack/w"}]}
 
 
+COINCIDING = Coinciding()
+
+
 def test_a_coinciding_name_leaves_the_table_in_use(tmp_path):
-    saved = engine(Coinciding(), 3, zero=2)
+    saved = engine(COINCIDING, 3, zero=2)
     saved.save_16bit_model(tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == {"ends.out", "s", "w.0", "w.1"}
-    loaded = engine(Coinciding(), seed=1)
+    loaded = engine(COINCIDING, seed=1)
     for prefix in ("", "old_"):
         save_file({prefix + name: x for name, x in found.items()}, tmp_path / "model.safetensors")
         loaded.state = loaded.step_fn.init(jax.random.key(1))
@@ -191,13 +196,13 @@ def test_a_coinciding_name_leaves_the_table_in_use(tmp_path):
 
 def test_a_checkpoint_whose_model_kept_other_shapes_reaches_the_new_one(tmp_path):
     """Its error names the way: an export by the table that the checkpoint has."""
-    made, former, out = engine(Coinciding()), tmp_path / "former", tmp_path / "out"
-    new, table = made.state.params, Coinciding().weights_layout()
+    made, former, out = engine(COINCIDING), tmp_path / "former", tmp_path / "out"
+    new, table = made.state.params, COINCIDING.weights_layout()
     table["tensors"][2]["reshape"] = [8, 8]
     old = {"ends": new["ends"], "stack": {"w": new["stack"]["w"].reshape(2, 64)}}
     jzero.checkpoint.save({"params": old}, former, tag="last", notes={"weights": table}).wait()
     way = f"To load the parameters in their new shapes: jzero export {former} OUT, then engine.load_weights(OUT)"
-    other = engine(Coinciding(), 3, seed=1, zero=2)
+    other = engine(COINCIDING, 3, seed=1, zero=2)
     says(lambda: other.load_checkpoint(former, load_module_only=True), "w is (2, 64), not (2, 8, 8)", way)
     weights.export(former, out)
     assert same(weights.load(out, other.step_fn), new)
