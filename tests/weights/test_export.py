@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.named_models import model_of
 from helpers.refusals import says
 from launcher.jobs import Command
-from llamas import Net, engine, same
+from llamas import Net, One, engine, same
 from safetensors.numpy import load_file
 
 import jzero
@@ -76,6 +77,26 @@ def test_shards(tmp_path, saved, capsys):
     assert max(sizes) <= 20_000
     back = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(out)
     np.testing.assert_array_equal(back.lm_head.weight.detach(), made.state.params["ends"]["head"]["kernel"].T)
+
+
+def pipeline_module():
+    block = jzero.LayerSpec(nnx.Linear, 8, 8)
+    layers = [jzero.LayerSpec(nnx.Linear, 4, 8), block, block, block, nnx.relu, jzero.LayerSpec(nnx.Linear, 8, 2)]
+    return jzero.PipelineModule(layers, loss_fn=lambda outputs, labels: ((outputs - labels) ** 2).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [pipeline_module, One])
+def test_a_model_without_a_table_keeps_its_names(tmp_path, make):
+    made = make()
+    saved, loaded = engine(made, 3, zero=2), engine(made, 1, seed=1, zero=2)
+    out = exported(saved, tmp_path)
+    paths = jax.tree_util.tree_flatten_with_path(saved.state.params)[0]
+    there = {jax.tree_util.keystr(path, simple=True, separator=".") or "params": x for path, x in paths}
+    assert same(load_file(out / "model.safetensors"), there)
+    assert not same(loaded.state.params, saved.state.params)
+    loaded.load_weights(out)
+    assert same(loaded.state.params, saved.state.params)
 
 
 def test_a_functional_checkpoint_says_no_names(tmp_path, saved, capsys):
