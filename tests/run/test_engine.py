@@ -15,7 +15,7 @@ import jzero
 from jzero import events
 
 
-@pytest.mark.parametrize("stage", keep(range(4), [3]))
+@pytest.mark.parametrize("stage", keep(range(4), [2]))
 def test_three_calls_are_train_batch_bit_for_bit(stage):
     one, three = engine(stage), engine(stage)
     for seed in range(3):
@@ -30,7 +30,7 @@ def test_three_calls_are_train_batch_bit_for_bit(stage):
 
 
 def test_no_sync_is_legal_at_stage_3():
-    inside, plain = engine(3), engine(3)
+    inside, plain = (build(3, model=LINE)[0] for _ in range(2))
     *first, last = parts(0)
     with inside.no_sync():
         for micro_batch in first:
