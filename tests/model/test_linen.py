@@ -32,10 +32,7 @@ class Several(linen.Module):
 
 
 class Boxed(linen.Module):
-    """Also boxes of both kinds in attention and `DenseGeneral`, which unbox their kernels in an initializer.
-
-    Flax traces that initializer in every call.
-    """
+    """Also boxes, which attention and `DenseGeneral` unbox in the initializer that Flax traces in every call."""
 
     @linen.compact
     def __call__(self, x):

@@ -242,11 +242,6 @@ def paired(blocks, rngs):
     blocks[:] = [Paired(rngs) for _ in blocks]
 
 
-def numbered(blocks, rngs):
-    for i, block in enumerate(blocks):
-        block._number = i
-
-
 def with_sums(a, b, x, mask):
     x, one = a(x, mask)
     x, other = b(x, mask)
@@ -263,7 +258,10 @@ ERRORS = {
     "shapes": (
         with_more(lambda rngs: Small(rngs, hidden=8)), r"2/down/kernel is \(8, 16\), not \(48, 16\) as in blocks/0"
     ),
-    "numbers": (changed(numbered), "blocks/0/_number is 0, blocks/1/_number is 1"),
+    "numbers": (
+        changed(lambda blocks, rngs: [setattr(block, "_number", i) for i, block in enumerate(blocks)]),
+        "blocks/0/_number is 0, blocks/1/_number is 1",
+    ),
     "shared": (
         changed(lambda blocks, rngs: setattr(blocks[1], "norm", blocks[0].norm)),
         "blocks/1/norm/bias is also a variable of another part",

@@ -105,9 +105,7 @@ CASES = {  # name: (model, its layers, case, changes of the config)
     ZERO_BUBBLE: (
         Decoder, 4, Case("zero_bubble", 2, 3, 3, 2), recomputing("matmuls", True, interval=1, schedule="zero_bubble")
     ),
-    "recomputed by intervals": (
-        Decoder, 4, Case("zero_bubble", 2, 3), recomputing(interval=2, schedule="zero_bubble")
-    ),
+    "recomputed by intervals": (Decoder, 4, Case("zero_bubble", 2, 3), recomputing(interval=2, schedule="zero_bubble")),
     # Layers of different structure, or a stack, which the stages divide or not.
     "layers that differ": ("different", 3, Case("gpipe", 2, 3), {}),
     "four layers": ("four", 4, Case("interleaved", 2, 2, 3, 2, chunks=2), {}),
