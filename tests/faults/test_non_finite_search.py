@@ -2,16 +2,18 @@
 
 import re
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.oracle import stacked_loss
 from helpers.planted_faults import (
     ACCUM,
+    GROUPS,
     LAYOUTS,
     MICRO,
+    WIDTH,
     Net,
     batch_of,
     change,
@@ -21,19 +23,20 @@ from helpers.planted_faults import (
     put,
     replicas_of,
     rows,
+    step_of,
     train,
+    values,
 )
 from helpers.reference import LR, Layout, assert_bitwise, batches, leaves, model
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, SmallGPT, loss_fn
-from helpers.steps import mesh
+from helpers.steps import drawn, mesh
 
 import jzero
 from jzero import ledger
 from jzero.loss_scale import NonFiniteError
 
 TWO = MICRO * ACCUM * 2  # rows of a global batch on two replicas
-GROUPS = "stage 3 in groups"  # parts on some devices, copies on others: the layout of the default run
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,8 @@ def says(engine, batches, *words):
 
 
 def two_replicas(model=None, settings=None):
-    return jzero.initialize(model=model or Net(), config=settings or config(1), mesh=mesh(2))[0]
+    params = None if model is LINEAR else values()
+    return jzero.initialize(model=model or Net(), config=settings or config(1), mesh=mesh(2), params=params)[0]
 
 
 def good_and_bad(row, seed=1):
@@ -63,20 +67,22 @@ def good_and_bad(row, seed=1):
 def test_a_layer_whose_weights_are_nan(layout):
     engine = engine_of(layout)
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    before = jax.device_get((engine.state.params, engine.state.opt_state))
     says(
         engine, [batch_of(layout), batch_of(layout, 1)], "step 1: the loss is nan",
         "first in the forward pass: layer 2 of 4", "parameter stack/w, layer 2, is not finite on ",
         "in micro-batch 0 of 3, on replicas 0, 1",
     )  # fmt: skip
     assert engine.global_steps == int(engine.state.step) == 0
+    assert_bitwise(before, (engine.state.params, engine.state.opt_state))
 
 
 @pytest.mark.parametrize("layout", keep(LAYOUTS, [GROUPS]))
 def test_a_bad_sample_of_the_training_data_has_its_index(layout):
     data = rows(0, 10 * MICRO * ACCUM * replicas_of(layout))
     data["x"][77] = np.nan
-    loader = jzero.data.DataLoader(data, engine_of(layout).step_fn)
-    engine = jzero.Engine(loader.step, jax.random.key(0), loader)
+    loader = jzero.data.DataLoader(data, step_of(layout))
+    engine = jzero.Engine(loader.step, jax.random.key(0), loader, params=values())
     text = says(engine, [None] * 11, "the batch itself is not finite: x")
     assert re.search(r"row \d+ of the global batch, sample 77 of training_data", text)
     number = int(re.match(r"step (\d+)", text)[1])
@@ -159,17 +165,14 @@ def test_nothing_is_saved_between_a_bad_step_and_the_next(tmp_path):
     assert np.isfinite(run.steps[2].metrics["loss"])
 
 
-class Whole:
-    """The same network without a layer stack."""
-
-    init = Net.init
-
-    def loss(self, params, batch, rng):
-        return stacked_loss(Net(), params, batch, rng)
+LINEAR = SimpleNamespace(
+    init=lambda rng: {"w": np.ones((WIDTH, WIDTH), np.float32)},
+    loss=lambda params, batch, rng: ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(),
+)
 
 
 def test_a_model_without_layers():
-    engine, bad = two_replicas(Whole(), config(2)), rows(0, TWO)
+    engine, bad = two_replicas(LINEAR, config(2)), rows(0, TWO)
     bad["x"][7] = np.inf
     where = "in micro-batch 0 of 3, on replica 1: row 7 of the global batch"
     says(engine, [bad, bad], "first in the forward pass: the loss", where)
@@ -219,6 +222,10 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps"
 SCALED = {"enabled": True, "initial_scale_power": 3, "hysteresis": 2}
 
 
+def mlp():
+    return drawn(model("mlp").init, jax.random.key(0))
+
+
 def spoiled(batch):
     images, labels = batch
     images = images.copy()
@@ -231,7 +238,7 @@ def test_a_step_that_is_not_finite_changes_nothing(precision, stage):
     layout = Layout(stage, 4, 2, precision=precision)
     config = layout.config(scheduler=WARMUP, **({"fp16": SCALED} if precision == "fp16" else {}))
     step, data = jzero.make_train_step(model("mlp"), config, mesh=layout.mesh), batches("mlp")
-    state, seen = step.init(jax.random.key(0)), []
+    state, seen = step.init(jax.random.key(0), mlp()), []
     for i in range(6):
         bad, before = i in (2, 3), jax.device_get((state.params, state.opt_state))
         state, metrics = step(state, spoiled(data[i]) if bad else data[i])
@@ -251,14 +258,15 @@ def test_a_step_that_is_not_finite_changes_nothing(precision, stage):
 def test_without_the_overflow_check_bf16_takes_what_comes():
     config = Layout(0, 1, 1).config(bf16={"enabled": True, "check_grad_overflow": False})
     step = jzero.make_train_step(model("mlp"), config, mesh=Layout(0, 1, 1).mesh)
-    state, metrics = step(step.init(jax.random.key(0)), spoiled(batches("mlp")[0]))
+    state, metrics = step(step.init(jax.random.key(0), mlp()), spoiled(batches("mlp")[0]))
     assert not metrics["skipped"]
     assert not np.isfinite(state.params["fc2"]["kernel"]).all()
 
 
 def test_a_run_of_bad_steps(capsys):
     """A warning names its first step; after 20 of them the run ends with the leaves' names, and the engine is whole."""
-    engine, *_ = jzero.initialize(model=model("mlp"), config=Layout(0, 1, 1).config(), mesh=Layout(0, 1, 1).mesh)
+    layout = Layout(0, 1, 1)
+    engine, *_ = jzero.initialize(model=model("mlp"), config=layout.config(), mesh=layout.mesh, params=mlp())
     good, bad = batches("mlp")[0], spoiled(batches("mlp")[0])
     train(engine, good, bad, bad, good, bad, good)
     warning = r"^jzero: step (\d+): the loss is nan, the step changed nothing; set \"non_finite\""

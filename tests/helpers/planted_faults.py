@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.oracle import stacked_loss
 from helpers.reference import assert_bitwise
+from helpers.steps import drawn
 
 import jzero
 from jzero.loss_scale import NonFiniteError
@@ -35,11 +36,12 @@ class Net:
     loss = stacked_loss
 
 
-LAYOUTS = {  # stage, pipe, data, zero
-    "stage 0": (0, 1, 4, 1),
-    "stage 3": (3, 1, 1, 4),
-    "stage 3 in groups": (3, 1, 2, 2),
-    "pipeline": (1, 2, 1, 2),
+GROUPS = "stage 3 in groups"  # parts on some devices, copies on others: the layout of the default run
+LAYOUTS = {  # stage, pipe, data, zero, whether the layers are unrolled
+    "stage 0": (0, 1, 4, 1, True),
+    "stage 3": (3, 1, 1, 4, True),
+    GROUPS: (3, 1, 2, 2, False),
+    "pipeline": (1, 2, 1, 2, False),
 }
 
 
@@ -56,20 +58,19 @@ def config(stage, **more):
 
 @lru_cache
 def step_of(layout):
-    stage, pipe, data, zero = LAYOUTS[layout]
+    stage, pipe, data, zero, unroll = LAYOUTS[layout]
     mesh = jzero.make_mesh(pipe=pipe, data=data, zero=zero, devices=jax.devices()[: pipe * data * zero])
-    return jzero.make_train_step(Net(), config(stage), mesh=mesh)
+    return jzero.make_train_step(Net(), config(stage, stack={"unroll": unroll}), mesh=mesh)
 
 
-@lru_cache
-def first_state(layout):
-    return step_of(layout).init(jax.random.key(0))
+def values():
+    """The parameters of a new network; to draw them with JAX takes longer to compile than a step."""
+    params = drawn(Net().init, jax.random.key(0))
+    return params | {"stack": params["stack"] | {name: np.zeros(LAYERS, np.float32) for name in ("gain", "root")}}
 
 
 def engine_of(layout):
-    engine = jzero.Engine(step_of(layout), jax.random.key(0))
-    engine.state = jax.tree.map(jnp.copy, first_state(layout))
-    return engine
+    return jzero.Engine(step_of(layout), jax.random.key(0), params=values())
 
 
 def rows(seed, n):

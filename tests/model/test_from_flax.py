@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, dense, mean_square, nnx_loss
 from helpers.refusals import refuses
-from helpers.steps import compare, mesh, settings
+from helpers.steps import compare, drawn, mesh, settings
 
 import jzero
 
@@ -103,13 +103,15 @@ class StackOfMasks(Masks):
 @pytest.mark.parametrize(("module", "loss"), [(Masks, lambda module, x: (module(x) != 0).mean()), (StackOfMasks, None)])
 def test_layers_stacked_by_vmap_draw_each_their_own_mask(module, loss):
     model = jzero.from_flax(module, loss)
-    params = model.init(KEY)
-    kept = lambda key: float(model.loss(params, ONES, key))  # noqa: E731
-    assert kept(None) == 1
-    assert kept(KEY) == pytest.approx(1 / 8, abs=0.03)  # one mask for all layers would leave a half
+    params = jax.jit(model.init)(KEY)
+
+    @jax.jit
+    def kept(key):
+        return model.loss(params, ONES, key), (model.module(params, key)(ONES) != 0).mean()
+
+    assert kept(None) == (1, 1)
+    assert kept(KEY) == pytest.approx((1 / 8, 1 / 8), abs=0.03)  # one mask for all layers would leave a half
     assert kept(KEY) == kept(KEY) != kept(jax.random.key(4))
-    assert (model.module(params, KEY)(ONES) != 0).mean() == pytest.approx(1 / 8, abs=0.03)
-    assert (model.module(params)(ONES) != 0).all()
 
 
 class Fixed(nnx.Module):
@@ -134,7 +136,7 @@ def test_a_mode_that_the_constructor_fixed_stays():
     assert not any(draws(name, None) for name in training)
     (line,) = model.report_notes(jnp.float32)
     assert line.startswith("off, shut: use_running_average or deterministic is true, as built, in training too")
-    built = jzero.from_flax(Fixed(nnx.Rngs(0)), lambda module, batch: module.off(batch).sum())
+    built = jzero.from_flax(nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)), mean_square)
     assert not hasattr(built, "report_notes"), "`from_flax` calls train() of a built module"
 
 
@@ -142,7 +144,8 @@ def test_nnx_with_partitioning():
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("model", None))
     model = jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square)
     step = jzero.make_train_step(model, settings(ROWS, 3))
-    compare(step, [X] * 3, lambda p, x, _: (dense(p, x) ** 2).mean(), optax.sgd(LR), rtol=1e-6)
+    plain = lambda p, x, _: (dense(p, x) ** 2).mean()  # noqa: E731
+    compare(step, [X] * 3, plain, optax.sgd(LR), drawn(model.init, KEY), rtol=1e-6)
 
 
 class Table(nnx.Module):
@@ -240,7 +243,7 @@ def test_constants_of_a_stack():
     config = settings(None, 1, train_micro_batch_size_per_gpu=ROWS)
     step, plain = jzero.make_train_step(model, config, mesh=mesh(1, pipe=3)), nnx_loss(TableStack, mean_square)
     join = lambda params: {**params["ends"], "stack": params["stack"]}  # noqa: E731
-    compare(step, [X] * 3, plain, optax.sgd(LR), join=join, rtol=1e-6)
+    compare(step, [X] * 3, plain, optax.sgd(LR), drawn(model.init, KEY), join=join, rtol=1e-6)
 
 
 class Gap(nnx.Module):
@@ -264,13 +267,14 @@ def test_constants_that_differ_between_layers_are_refused():
         layers = lambda rngs, last=last: nnx.Sequential(Gap(rngs, jnp.nan), Gap(rngs, last))  # noqa: E731
         model = jzero.from_flax(layers, mean_square, stack="layers")
         if jnp.isnan(last):
-            expected = mean_square(layers(nnx.Rngs(KEY)), X)
-            np.testing.assert_allclose(model.loss(model.init(KEY), X, None), expected, rtol=1e-5)
+            params, plain = drawn(jzero.from_flax(layers, mean_square).init, KEY), nnx_loss(layers, mean_square)
+            losses = jax.jit(lambda own, params: (model.loss(own, X, None), plain(params, X, None)))  # noqa: B023
+            np.testing.assert_allclose(*losses(model.adopt(params), params), rtol=1e-5)
         else:
             words = r"the constant table differs between layers\.0 and layers\.1"
             refuses(lambda model=model: model.loss(model.init(KEY), X, None), words)
     model = jzero.from_flax(type("NoiseStack", (TableStack,), {"layer": Noise}))
-    params = model.init(KEY)
+    params = jax.eval_shape(model.init, KEY)
     words = r"stack\.noise .*differs between the layers.*nnx\.Param.*frozen_par"
     refuses(lambda: jax.eval_shape(model.loss, params, X, None), words)
 

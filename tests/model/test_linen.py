@@ -1,7 +1,5 @@
 """Linen modules: boxes, collections, sown values, streams, stacks of layers; beside plain Flax and optax."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,27 +10,12 @@ from helpers.plain_flax import KEY, WIDTH, X, mean_square
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, ROWS, VOCAB, causal_mask, cross_entropy
-from helpers.steps import compare, settings
+from helpers.steps import compare, drawn, settings
 
 import jzero
 from jzero.tree import named
 
 ZEROS = np.zeros((1000, WIDTH), np.float32)
-
-
-class Heads(linen.Module):
-    """Attention and `DenseGeneral`, which unbox their kernels in the initializer that Flax traces in every call."""
-
-    axes: tuple
-    annotate: Callable = linen.with_partitioning
-
-    @linen.compact
-    def __call__(self, x):
-        init = self.annotate(linen.initializers.lecun_normal(), self.axes)
-        x = linen.MultiHeadDotProductAttention(2, kernel_init=init, out_kernel_init=init)(x[:, None])
-        zeros = self.annotate(linen.initializers.zeros, self.axes[1:])
-        x = linen.DenseGeneral((2, WIDTH // 2), kernel_init=init, bias_init=zeros)(x)
-        return linen.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=init)(x)[:, 0]
 
 
 class Several(linen.Module):
@@ -48,27 +31,36 @@ class Several(linen.Module):
         return x + table.value
 
 
-MODULES = {
-    "several": Several(),
-    "heads": Heads(("embed", "model", "data")),
-    "heads, logical": Heads(("embed", "heads"), linen.with_logical_partitioning),
-}
+class Boxed(linen.Module):
+    """Also boxes, which attention and `DenseGeneral` unbox in the initializer that Flax traces in every call."""
+
+    @linen.compact
+    def __call__(self, x):
+        normal, logical = linen.initializers.lecun_normal(), linen.with_logical_partitioning
+        init = linen.with_partitioning(normal, ("embed", "model", "data"))
+        x = linen.MultiHeadDotProductAttention(2, kernel_init=init, out_kernel_init=init)(x[:, None])
+        init, zeros = logical(normal, ("embed", "heads")), logical(linen.initializers.zeros, ("heads",))
+        x = linen.DenseGeneral((2, WIDTH // 2), kernel_init=init, bias_init=zeros)(x)
+        return Several()(linen.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=init)(x)[:, 0])
 
 
-@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-def test_linen(module):
+def test_linen():
     def loss(module, batch):
         with linen.logical_axis_rules((("rows", "data"), ("embed", "zero"), ("heads", "tensor"))):
             return mean_square(module, batch)
 
+    module = Boxed()
     model = jzero.from_flax(module, loss, example_batch=jax.eval_shape(lambda: X))
-    rest = {name: part for name, part in module.init(KEY, X).items() if name not in ("params", "losses")}
+    tables = {"Several_0": {"shift": np.arange(WIDTH, dtype=np.float32) / WIDTH}}
 
     def plain(params, x, _):
-        return (module.apply({"params": params, **rest}, x) ** 2).mean()
+        return (module.apply({"params": params, "tables": tables}, x) ** 2).mean()
 
-    start, _ = compare(jzero.make_train_step(model, settings(len(X), 3)), [X] * 3, plain, optax.sgd(0.1), rtol=1e-6)
-    assert all(type(x) is np.ndarray for x in jax.tree.leaves(start))
+    step, start = jzero.make_train_step(model, settings(len(X), 3)), drawn(model.init, KEY)
+    assert all(
+        type(x) is np.ndarray for x in jax.tree.leaves(start, is_leaf=lambda x: isinstance(x, linen.Partitioned))
+    )
+    compare(step, [X] * 3, plain, optax.sgd(0.1), start, rtol=1e-6)
 
 
 class Noisy(linen.Module):
@@ -195,35 +187,27 @@ def make(module, path="layers"):
     return jzero.from_flax(module, loss_fn, stack=path, example_batch=BATCHES[0])
 
 
-TRAINED = [(GPT(), {"pipe": 2}, 1), (GPT(scan=True), {}, 3)]
+TRAINED = [(Outer(), "encoder.layers", {"pipe": 2}, 1), (GPT(scan=True), "layers", {}, 3)]
 
 
-@pytest.mark.parametrize(("module", "mesh", "stage"), keep(TRAINED, TRAINED[:1]))
-def test_a_stack_trains_as_on_one_device(module, mesh, stage):
-    start = jzero.from_flax(module, loss_fn, example_batch=BATCHES[0]).init(KEY)
+@pytest.mark.parametrize(("module", "path", "mesh", "stage"), keep(TRAINED, TRAINED[:1]))
+def test_a_stack_trains_as_on_one_device(module, path, mesh, stage):
+    start = drawn(jzero.from_flax(module, loss_fn, example_batch=BATCHES[0]).init, KEY)
 
     def loss(params, batch, _):
         return cross_entropy(module.apply({"params": params}, batch["x"]), batch["y"])
 
-    step = jzero.make_train_step(make(module), settings(ROWS, stage, 2, 0.5, mesh=mesh))
-    compare(step, BATCHES, loss, optax.sgd(0.5), {"params": start}, join=step.model.places.join)
-
-
-def test_the_loss_is_that_of_the_module():
-    module = Outer()
-    model = make(module, "encoder.layers")
-    variables = module.init(KEY, BATCHES[0]["x"])
-    loss = jax.jit(model.loss, static_argnums=2)(model.adopt(variables), BATCHES[0], None)
-    expected = cross_entropy(module.apply(variables, BATCHES[0]["x"]), BATCHES[0]["y"])
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert set(model.names.known) == set(named(model.init(KEY)))
+    step = jzero.make_train_step(make(module, path), settings(ROWS, stage, 2, 0.5, mesh=mesh))
+    first, _ = compare(step, BATCHES, loss, optax.sgd(0.5), {"params": start}, join=step.model.places.join)
+    assert set(step.model.names.known) == set(named(first))
 
 
 def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
     module = GPT(norm=True)
-    model, variables = make(module), module.init(KEY, BATCHES[0]["x"])
+    model, variables = make(module), drawn(module.init, KEY, BATCHES[0]["x"])
     loss, found = jax.jit(model.loss)(model.adopt(variables), BATCHES[0], KEY)
-    logits, new = module.apply(variables, BATCHES[0]["x"], training=True, mutable=["batch_stats"])
+    apply = jax.jit(lambda x: module.apply(variables, x, training=True, mutable=["batch_stats"]))
+    logits, new = apply(BATCHES[0]["x"])
     np.testing.assert_allclose(loss, cross_entropy(logits, BATCHES[0]["y"]), rtol=1e-5)
     found, new = named(found), named(new)
     for name in model.state:
@@ -235,7 +219,7 @@ def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
 
 def test_dropout_follows_the_key():
     model = make(GPT(rate=0.5, scan=True))
-    params, run = model.init(KEY), jax.jit(model.loss)
+    params, run = drawn(model.init, KEY), jax.jit(model.loss)
     first, again, other = (float(run(params, BATCHES[0], jax.random.key(seed))) for seed in (1, 1, 2))
     assert first == again != other
 

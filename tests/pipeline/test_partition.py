@@ -23,23 +23,17 @@ def lightest_possible(weights, parts):
     return min(heaviest(weights, [0, *cut, n]) for cut in combinations(range(1, n), parts - 1))
 
 
-def cut(data, method, layers):
-    """Cut an attention layer and `layers` into parts; return all names and sizes, and the boundaries of the parts."""
+@given(LAYERS, st.data(), st.sampled_from(METHODS))
+def test_every_layer_once_in_order_and_no_cut_better_balanced(layers, data, method):
     names, sizes = zip(*[("Attention", 1), *layers], strict=True)
     parts = data.draw(st.integers(1, len(names)))
     boundaries = partition_layers(method, names, sizes, parts)
     assert len(boundaries) == parts + 1
     assert (boundaries[0], boundaries[-1]) == (0, len(names))
     assert all(a < b for a, b in pairwise(boundaries))
-    return names, sizes, boundaries
-
-
-@given(LAYERS, st.data(), st.sampled_from(METHODS))
-def test_every_layer_once_in_order_and_no_cut_better_balanced(layers, data, method):
-    names, sizes, boundaries = cut(data, method, layers)
     weights = {"parameters": sizes, "type:^A": [int(name == "Attention") for name in names]}.get(method)
     if weights:
-        assert heaviest(weights, boundaries) == lightest_possible(weights, len(boundaries) - 1)
+        assert heaviest(weights, boundaries) == lightest_possible(weights, parts)
 
 
 def test_parts_by_hand():

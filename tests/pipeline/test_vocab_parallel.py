@@ -2,7 +2,6 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -19,15 +18,16 @@ STAGES, WIDTH = 2, 4
 TYPES = [("uint8", 264), ("int8", 256), ("int16", 50_304), ("uint16", 65_664), ("int32", 264), ("uint32", 264)]
 
 
-def divided(function, in_specs, rows):
-    """Run `function` on two devices that hold half of a vocabulary of `rows` each."""
+def whole_and_divided(function, in_specs, rows, *args):
+    """Run `function` on one device, and on two that hold half of a vocabulary of `rows` each."""
     stages = jax.sharding.Mesh(jax.devices()[:STAGES], "pipe")
 
     def inside(*args):
         with vocab_parallel.parallel("pipe", {rows}):
             return function(*args)
 
-    return jax.jit(jax.shard_map(inside, mesh=stages, in_specs=in_specs, out_specs=P(), check_vma=False))
+    divided = jax.shard_map(inside, mesh=stages, in_specs=in_specs, out_specs=P(), check_vma=False)
+    return jax.jit(lambda *args: (function(*args), divided(*args)))(*args)
 
 
 @pytest.mark.parametrize(("dtype", "rows"), keep(TYPES, [TYPES[i] for i in (0, 2, 4)]))
@@ -38,16 +38,15 @@ def test_the_rows_and_labels_that_numpy_takes(dtype, rows):
     info = np.iinfo(dtype)
     tokens = np.linspace(max(info.min, -rows), min(info.max, rows - 1), 48).astype(np.int64)
     table, narrow = np.ascontiguousarray(head.T), tokens.astype(dtype)
-    embed = divided(vocab_parallel.embed, (P("pipe"), P()), rows)
-    for found in (vocab_parallel.embed(jnp.asarray(table), jnp.asarray(narrow)), embed(table, narrow)):
+    for found in whole_and_divided(vocab_parallel.embed, (P("pipe"), P()), rows, table, narrow):
         np.testing.assert_array_equal(found, table[tokens])
 
     logits = x.astype(np.float64) @ head
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(48), tokens]
     expected = losses[tokens >= 0].sum(), (tokens >= 0).sum()
-    cross_entropy = divided(vocab_parallel.cross_entropy, (P(), P(None, "pipe"), P()), rows)
-    for run in (vocab_parallel.cross_entropy, cross_entropy):
-        np.testing.assert_allclose(run(x, head, narrow), expected, rtol=1e-6)
+    specs = P(), P(None, "pipe"), P()
+    for found in whole_and_divided(vocab_parallel.cross_entropy, specs, rows, x, head, narrow):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 class OfLogits(Llama):

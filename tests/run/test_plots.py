@@ -9,17 +9,10 @@ import numpy as np
 import pytest
 from helpers.html_pages import Page
 from helpers.refusals import refuses
+from test_ledger import record, state
 
 from jzero import cli, plots
 from jzero.plots import history, run_plots
-
-
-def record(kind, time, **fields):
-    return {"kind": kind, "time": time, **fields}
-
-
-def state(time, step, origin=None):
-    return record("state", time, step=step, samples=8 * step, **{"from": origin})
 
 
 def steps(first, losses, begin, **fields):

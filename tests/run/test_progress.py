@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from helpers.engines import TRAIN, assert_same, build, engine, parts, parts_of, printed, rows, three_calls
+from helpers.engines import LINE, TRAIN, assert_same, build, engine, parts, parts_of, printed, rows, three_calls
 from helpers.refusals import compilations
 from helpers.stored_cases import check_cases
 
@@ -127,7 +127,7 @@ def test_a_run_ends_with_its_summary(capsys, monkeypatch, tmp_path):
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     schedule = {"total_num_steps": 2, "warmup_num_steps": 1, "warmup_max_lr": 0.1, "warmup_min_lr": 0.02}
     more = {"jsonl_monitor": files, "csv_monitor": files, "scheduler": {"type": "WarmupDecayLR", "params": schedule}}
-    made = build(more=more)[0]
+    made = build(model=LINE, more=more)[0]
     losses = [float(made.train_batch(rows(seed))) for seed in range(4)]
     for _ in range(2):
         made.eval_batch(rows(9))
@@ -261,7 +261,7 @@ def test_the_lines_of_times_and_of_memory(tmp_path):
     """An engine with everything on: the parts add up to the total, which is that of the speed in the line before."""
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": ""}
     with contextlib.redirect_stdout(io.StringIO()) as start:
-        made = build(more=BOTH | {"steps_per_print": 2, "jsonl_monitor": files})[0]
+        made = build(model=LINE, more=BOTH | {"steps_per_print": 2, "jsonl_monitor": files})[0]
     seen, found = {}, {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         made.train_batch(rows(0))

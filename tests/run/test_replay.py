@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from helpers.planted_faults import (
     ACCUM,
+    GROUPS,
     LAYOUTS,
     MICRO,
     WIDTH,
@@ -22,6 +23,7 @@ from helpers.planted_faults import (
     found_by,
     put,
     rows,
+    values,
 )
 from helpers.refusals import refuses
 from helpers.sampling import keep
@@ -39,7 +41,7 @@ def own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, ["stage 3"]))
+@pytest.mark.parametrize("layout", keep(LAYOUTS, [GROUPS]))
 def test_one_sample_that_overflows_in_one_layer(layout, tmp_path, monkeypatch, capsys):
     """A replay on one device, by the command that the run prints, finds the same."""
     (here := tmp_path / "it's $HERE; true").mkdir()
@@ -114,7 +116,7 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
     else:
         monkeypatch.setattr(watch, "share_problem", lambda topic, problem, timeout: problem or "no memory")
     settings = config(0, checkpoint={"dir": str(tmp_path / "run")})
-    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh(1))[0]
+    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh(1), params=values())[0]
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
     engine.train_batch(rows(0, MICRO * ACCUM))
     text = error_of(engine, rows(1, MICRO * ACCUM))
@@ -130,9 +132,9 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
 
 def test_what_a_replay_refuses(tmp_path):
     refuses(lambda: replay.main(str(tmp_path), "nothing"), "model")
-    engine = engine_of("stage 3")
+    engine = engine_of(GROUPS)
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
-    engine.train_batch(batch_of("stage 3"))
+    engine.train_batch(batch_of(GROUPS))
     with pytest.raises(NonFiniteError):
         engine.save_checkpoint(tmp_path / "run")
     other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())

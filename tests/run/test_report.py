@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 from golden import snapshots
 from helpers.configs import TUTORIAL_ZERO3
-from helpers.engines import Net, build, config, rows
+from helpers.engines import LINE, Net, build, config, rows
 from helpers.named_models import model_of
 from helpers.refusals import refuses
 from helpers.report_sections import section
@@ -117,7 +117,7 @@ def cpus(monkeypatch):
 @pytest.fixture(scope="module")
 def ran():
     """An engine after its first step, which no other test runs."""
-    made = build(3)[0]
+    made = build(3, model=LINE)[0]
     made.train_batch(rows(0))
     return made
 

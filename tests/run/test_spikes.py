@@ -1,6 +1,7 @@
 """Spikes of the loss and the gradient norm. The oracle is the spike that the test puts there, and NumPy's median."""
 
 import re
+from functools import lru_cache
 from types import SimpleNamespace
 
 import jax
@@ -24,12 +25,17 @@ def batch(slope):
     return {"slope": np.full(ROWS, slope, np.float32)}
 
 
-def engine_of(**section):
+@lru_cache
+def step_of(action):
     config = settings(
-        ROWS, lr=1e-4, spikes={"window": 40, **section},
+        ROWS, lr=1e-4, spikes={"window": 40, "action": action},
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-4}},
     )  # fmt: skip
-    return jzero.initialize(model=LINE, config=config, mesh=mesh(2))[0]
+    return jzero.make_train_step(LINE, config, mesh=mesh(2))
+
+
+def engine_of(action):
+    return jzero.Engine(step_of(action), jax.random.key(0))
 
 
 SLOPES = 1 + 0.1 * np.random.default_rng(0).normal(size=60)
@@ -37,7 +43,7 @@ SLOPES = 1 + 0.1 * np.random.default_rng(0).normal(size=60)
 
 @pytest.mark.parametrize("action", keep(["report", "skip"], ["skip"]))
 def test_a_spike_is_reported_and_skipped(action, capsys):
-    engine = engine_of(action=action)
+    engine = engine_of(action)
     for i in range(30):
         engine.train_batch(batch(10.0 if i == 3 else SLOPES[i]))  # without a limit in the first 20 steps
     before, lr = jax.device_get(engine.state.params), engine.get_lr()
@@ -59,7 +65,7 @@ def test_a_spike_is_reported_and_skipped(action, capsys):
 
 
 def test_a_new_level_becomes_the_median():
-    engine, skipped = engine_of(action="skip"), []
+    engine, skipped = engine_of("skip"), []
     for i in range(80):
         engine.train_batch(batch(SLOPES[i % 40] + 3 * (i >= 40)))
         skipped.append(engine.skipped_steps)
@@ -69,7 +75,7 @@ def test_a_new_level_becomes_the_median():
 
 
 def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
-    engine = engine_of(action="report")
+    engine = engine_of("report")
     for i in range(30):
         engine.train_batch(batch(np.nan if i % 5 == 0 else SLOPES[i]))
     assert "spike:" not in capsys.readouterr().out

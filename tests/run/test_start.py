@@ -6,12 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import mesh, settings, started
+from helpers.steps import drawn, mesh, settings
 
 import jzero
 from jzero.tree import named
@@ -51,6 +50,11 @@ def plain(params, batch):
 gradient_of = jax.jit(jax.value_and_grad(plain))
 
 
+def started_from_numpy(model, config, mesh):
+    step = jzero.make_train_step(model, config, mesh=mesh)
+    return step, step.init(KEY, drawn(model.init, KEY))
+
+
 @pytest.mark.slow
 def test_a_built_module_starts_from_its_values():
     for built, stage in (nnx.Linear(4, 4, rngs=nnx.Rngs(5)), 0), (Deep(nnx.Rngs(5)), 3):
@@ -71,12 +75,10 @@ class Outer(linen.Module):
 
 
 def test_a_run_starts_from_params_of_every_kind():
-    module, deep, variables = nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5)), linen.Dense(4).init(KEY, X)
-    nested = Outer().init(KEY, X)
+    module, deep, variables = nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5)), drawn(linen.Dense(4).init, KEY, X)
+    nested = drawn(Outer().init, KEY, X)
     models = {
-        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn): {
-            "state": nnx.state(module), "module": module, "dict": nnx.to_pure_dict(nnx.state(module)),
-        },
+        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn): {"module": module},
         jzero.from_flax(Deep): {"stack": nnx.state(deep), "pure stack": nnx.to_pure_dict(nnx.state(deep))},
         jzero.from_flax(linen.Dense(4), loss_fn, example_batch=BATCH): {
             "variables": variables, "params": variables["params"],
@@ -100,7 +102,7 @@ def test_a_run_starts_from_params_of_every_kind():
 @pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (2, 2)], [(2, 2)]))
 def test_gradients_are_those_of_one_device(stage, pipe):
     more = {"frozen_parameters": ["first/bias"], "gradient_clipping": 1e-3}
-    step, state = started(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(pipe=pipe))
+    step, state = started_from_numpy(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(pipe=pipe))
     params = jax.device_get(state.params)
     gradients, metrics = step.gradients(state, BATCH)
     value, expected = gradient_of(params, BATCH)
@@ -111,20 +113,23 @@ def test_gradients_are_those_of_one_device(stage, pipe):
     for name, x in named(gradients).items():
         np.testing.assert_allclose(x, named(expected)[name], rtol=1e-5, atol=1e-6, err_msg=name)
         assert x.sharding == shardings[name]
-    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(expected)), rel=1e-5)
-    up = jax.tree.map(lambda p, g: p if g is None else p + g, state.params, gradients, is_leaf=lambda x: x is None)
+    assert float(metrics["grad_norm"]) == pytest.approx(
+        np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(jax.device_get(expected)))), rel=1e-5
+    )
+    there = jax.tree.map(lambda p: p + 0.1, params)
+    up = jax.device_put(there, step.state_shardings.params)
     found = step.gradients(dataclasses.replace(state, params=up), BATCH)[0]["ends"]["first"]["kernel"]
-    there = gradient_of(jax.device_get(up), BATCH)[1]["ends"]["first"]["kernel"]
-    np.testing.assert_allclose(found, there, rtol=1e-5, atol=1e-6)  # at any parameters
+    expected = gradient_of(there, BATCH)[1]["ends"]["first"]["kernel"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)  # at any parameters
 
 
 def test_gradients_have_their_true_scale_under_fp16():
     model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn)
-    step, state = started(model, config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh())
+    step, state = started_from_numpy(model, config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh())
     gradients, _ = step.gradients(state, BATCH)
     params = jax.device_get(state.params)
-    expected = jax.grad(lambda p: jnp.mean((X @ p["kernel"] + p["bias"] - BATCH["y"]) ** 2))(params)
-    np.testing.assert_allclose(gradients["kernel"], expected["kernel"], rtol=2e-2, atol=2e-3)
+    expected = 2 * X.T @ (X @ params["kernel"] + params["bias"] - BATCH["y"]) / BATCH["y"].size
+    np.testing.assert_allclose(gradients["kernel"], expected, rtol=2e-2, atol=2e-3)
 
 
 def test_gradients_may_return_the_state_that_moved():
@@ -135,7 +140,8 @@ def test_gradients_may_return_the_state_that_moved():
         def __call__(self, x):
             return self.last(self.norm(x))
 
-    step, state = started(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
+    step, state = started_from_numpy(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
+    start = jax.device_get(state.params["norm"])
     gradients, _, moved = step.gradients(state, BATCH, new_state=True)
     assert gradients["norm"]["mean"] is None
     assert moved.params["last"]["kernel"] is state.params["last"]["kernel"]
@@ -144,4 +150,4 @@ def test_gradients_may_return_the_state_that_moved():
     after, _ = step(state, BATCH)
     for name in ("mean", "var"):
         np.testing.assert_allclose(moved.params["norm"][name], after.params["norm"][name], rtol=1e-6)
-        assert not np.allclose(moved.params["norm"][name], [0, 1][name == "var"])
+        assert not np.allclose(moved.params["norm"][name], start[name])
