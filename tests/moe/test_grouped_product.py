@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import on_gpu
+from helpers.sampling import keep
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -160,9 +161,10 @@ def test_hopper_kernels(rows, d, f, sizes):
         assert difference(found, wanted) < bound(jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("rows", "d", "f", "sizes", "dtype"), [(301, 72, 200, [130, 0, 101], jnp.bfloat16), (*TILED[2], jnp.float32)]
-)
+TRITON = [(301, 72, 200, [130, 0, 101], jnp.bfloat16), (*TILED[2], jnp.float32)]
+
+
+@pytest.mark.parametrize(("rows", "d", "f", "sizes", "dtype"), keep(TRITON, TRITON[:1]))
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     values = operands(rows, d, f, sizes, dtype)

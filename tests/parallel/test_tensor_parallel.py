@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers.programs import pairs
 from helpers.sampling import some
-from helpers.tensor_models import BATCH, PACKED, WIDTH, Llama, assert_one_device, batches, initial, make_step
+from helpers.tensor_models import BATCH, PACKED, WIDTH, Llama, batches, initial, make_step
 
 import jzero
 from jzero.display.text_table import size_text
@@ -84,8 +84,9 @@ def lines_of(step):
     return {part.split(": ")[0]: part.split(": ")[1] for part in text.split(" - replicated over tensor: ")[1:]}
 
 
-def test_one_device_computes_the_same_and_the_report_names_the_price():
-    found = lines_of(assert_one_device("odd", tensor=2, zero=2, stage=3, unroll=False))
+def test_the_report_names_the_price():
+    """Of the model that `test_one_device` trains."""
+    found = lines_of(make_step("odd", tensor=2, zero=2, stage=3, unroll=False))
     assert len(found) == len(PRICES)
     for (parameter, size), (price, fits) in PRICES.items():
         line = found[f"mesh.tensor = 2 does not divide the {size} of {parameter}"]

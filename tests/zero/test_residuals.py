@@ -149,7 +149,7 @@ def test_the_gradient_of_complex_activations():
         return jnp.sin(x @ w) + x * jnp.exp(1j * x.real), ()
 
     def gradient(layer):
-        return jax.grad(lambda w: (jnp.abs(layer(w, layer(w, x))) ** 2).sum())(np.eye(4, dtype=np.float32))
+        return jax.jit(jax.grad(lambda w: (jnp.abs(layer(w, layer(w, x))) ** 2).sum()))(np.eye(4, dtype=np.float32))
 
     x = np.linspace(-1, 1, 12).reshape(3, 4).astype(np.complex64)
     found, expected = gradient(lean(block)), gradient(lambda w, x: block(w, x, None)[0])
