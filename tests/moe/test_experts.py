@@ -73,23 +73,23 @@ def test_without_gates_and_with_another_activation():
 
 def test_experts_train_where_nothing_before_them_does():
     """Frozen embeddings, for one: tokens have no tangent, and gathers with derivatives of their own refuse zeros."""
-    found = jax.jit(jax.grad(partial(mixture, capacity_factor=0.5), argnums=2))(*arrays())
-    assert_close(found, known(0.5, SHAPES)[1][2])
+    found = jax.grad(partial(mixture, capacity_factor=None), argnums=2)(*arrays(BIASED))  # not compiled as a whole
+    assert_close(found, known(None, BIASED)[1][2])
 
 
 # (degrees, axes that divide the experts, axes that divide their inner width), capacity factor, shapes
 CASES = [
     (({"expert": 4}, ("expert",), ()), None, BIASED),
     (({"expert": 2, "context": 2, "tensor": 2}, ("expert", "tensor"), ()), 0.5, SHAPES),
-    (({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",)), 0.5, BIASED),
+    (({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",)), None, BIASED),
     (({"expert": 8}, ("expert",), ()), 0.5, BIASED),  # more devices than rows: all tokens on each
     (({"tensor": 4}, ("tensor",), ()), 0.5, SHAPES),
-    (({"tensor": 4}, (), ("tensor",)), None, BIASED),
+    (({"tensor": 4}, (), ("tensor",)), 0.5, BIASED),
     (({"context": 4}, (), ()), 0.5, BIASED),
 ]
 
 
-@pytest.mark.parametrize(("case", "capacity_factor", "shapes"), keep(CASES, CASES[:3]))
+@pytest.mark.parametrize(("case", "capacity_factor", "shapes"), keep(CASES, CASES[1:3]))
 def test_groups(case, capacity_factor, shapes):
     degrees, of_experts, inner = case
     dims = [None, None, (of_experts, (), (), inner), (of_experts, inner, ()), (of_experts, (), inner), None]

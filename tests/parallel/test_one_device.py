@@ -40,9 +40,7 @@ CONTEXT = [
     ("llama", {"context": 2, "tensor": 2, "zero": 2, "stage": 2}),
 ]
 REGATHERED = [  # one more all-gather for the input of each matmul
-    ("llama", {"tensor": 2, "zero": 2, "stage": 3, "unroll": False, "accum": 2}),
     ("linen", {"tensor": 2, "zero": 2, "stage": 3}),
-    ("tiled", {"tensor": 2, "unroll": False}),
     ("more", {"tensor": 2, "stage": 3, "zero": 2}),
 ]
 TILED = [  # beside the plain model without tiles
@@ -55,7 +53,6 @@ MEMORY = [
     ("nnx", {"tensor": 2, "zero": 2, "stage": 2, "unroll": False, "more": MASTERS}),
     ("llama", {"tensor": 2, "context": 2, "stage": 3, "unroll": False, "remat": "full", "more": ACTIVATIONS}),
     ("nnx", {"tensor": 2, "zero": 4, "stage": 3, "unroll": False, "more": HPZ}),
-    ("llama", {**ALL, "accum": 2, "unroll": False, "more": {**BOTH, **REGATHER}}),
 ]
 SCANNED = {"accum": 2, "remat": "full", "unroll": False}
 # Each setting once, but for the unrolled layers; pipelines compile for long, so they have the smallest model.

@@ -154,7 +154,7 @@ FOUND = [  # (step, its batch, what is in the report; after "not" what is not th
     # Of 8 tokens both axes take their part, of 6 context alone; of a tile of 4 three axes of 8 devices none.
     (scanned("tiled", **BOTH), first(), GATHERED, "not", "does not divide", "tiles of the sequence"),
     (scanned("tiled", context=4, tensor=2), first(), TILES + " of 4, so the sequence is .*; fix: 1 tiles"),
-    (scanned("nnx", **BOTH), first(6), ODD, "a multiple of 4", "not", "mesh.context"),
+    (scanned("decoder", **BOTH), first(6), ODD, "a multiple of 4", "not", "mesh.context"),
     # An operation of JAX's own functions has the line of the model's call; a divided sequence is no warning.
     (mixed, MIXED, WHOLE.format("svd", r"\d+"), "not", r"fft \(", "does not divide the sequence"),
     (mixed, MIXED[:, :6], "mesh.context = 4 does not divide the sequence of 6: every device computes the whole"),

@@ -68,25 +68,26 @@ def traffic(group):
     return moves, {fallback.primitive for fallback in group.traced.fallbacks}
 
 
-CASES = [  # heads, key-value heads, form, causal, heads of the bias
-    (1, 1, "two", True, None),
-    (2, 2, "heads", False, None),
-    (6, 2, "heads", True, None),
-    (2, 1, "alone", False, None),
-    (6, 3, "rows", True, None),
-    (4, 1, "long", True, None),
-    (8, 2, "rows", True, None),  # two devices attend to the same key-value head
-    (4, 4, "heads alone", True, 1),
-    (4, 2, "rows alone", True, 4),
-    (4, 1, "no sequence", True, 4),
-    (4, 2, "all", False, 1),
+CASES = [  # heads, key-value heads, form, causal; keys' length, heads of the bias
+    (1, 1, "two", True, {}),
+    (2, 2, "heads", False, {}),
+    (6, 2, "heads", True, {}),
+    (2, 1, "alone", False, {"kv_length": 2 * LENGTH}),
+    (1, 1, "alone", False, {"kv_length": 2 * LENGTH}),
+    (6, 3, "rows", True, {}),
+    (4, 1, "long", True, {}),
+    (8, 2, "rows", True, {}),  # two devices attend to the same key-value head
+    (4, 4, "heads alone", True, {"bias": 1}),
+    (4, 2, "rows alone", True, {"bias": 4}),
+    (4, 1, "no sequence", True, {"bias": 4}),
+    (4, 2, "all", False, {"bias": 1}),
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "form", "causal", "bias"), keep(CASES, [CASES[i] for i in (2, 3, 6)]))
-def test_one_device_computes_the_same(heads, kv_heads, form, causal, bias):
+@pytest.mark.parametrize(("heads", "kv_heads", "form", "causal", "more"), keep(CASES, [CASES[i] for i in (2, 3, 7)]))
+def test_one_device_computes_the_same(heads, kv_heads, form, causal, more):
     at, devices = FORMS[form][:2], FORMS[form][2:]
-    arrays = operands(heads, kv_heads, FORMS[form], bias=bias)
+    arrays = operands(heads, kv_heads, FORMS[form], **more)
     moves, whole = compare(attend(causal), attend(causal, "xla"), *arrays)
     assert not whole
     ring = heads % prod(n for d, n in zip(at, devices, strict=True) if d == 1) > 0
@@ -110,12 +111,6 @@ def test_heads_before_sequence():
         ("collective-permute", (2, 1, LENGTH // 4)): 1,
         ("collective-permute", keys): 4,  # keys, values and their gradients, around the ring
     }  # fmt: skip
-
-
-def test_keys_of_another_length():
-    moves, whole = compare(attend(False), attend(False, "xla"), *operands(1, 1, FORMS["alone"], kv_length=2 * LENGTH))
-    assert not whole
-    assert {move.kind for move in moves} == {"collective-permute"}
 
 
 def test_heads_before_the_sequence_in_memory():
