@@ -12,6 +12,7 @@ import pytest
 from helpers.cuda import needs_cuda_compiler, on_gpu
 from helpers.named_models import model_of
 from helpers.programs import h100s, pairs, traced
+from helpers.sampling import keep
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jzero
@@ -39,15 +40,16 @@ def softmax_attention(q, k, v, seen, bias=0.0, softcap=None, scale=C**-0.5):
         return np.einsum("bhst,bthc->bshc", weights / weights.sum(-1, keepdims=True), v)
 
 
-PATHS = [
-    *itertools.product((True,), (None, 1, 3, 99), ((None, None), (SEGMENTS, None), (None, PADDING)), (None, 1.5)),
-    *itertools.product((False,), (None,), ((None, None), (SEGMENTS, None), (None, PADDING)), (None, 1.5)),
-]
+MASKED = (None, None), (SEGMENTS, None), (None, PADDING)
+PATHS = [*itertools.product((True,), (None, 1, 3, 99), MASKED), *((False, None, masks) for masks in MASKED)]
+TURNS = keep([0, 1], [0])  # which half of a matrix, so that by default each pair of settings occurs
 
 
-def test_every_path():
+@pytest.mark.parametrize("turn", TURNS)
+def test_every_path(turn):
     run = jax.jit(attend, static_argnames=("choice", "causal", "window", "scale", "softcap"))
-    for causal, window, (segments, padding), softcap in PATHS:
+    for i, (causal, window, (segments, padding)) in enumerate(PATHS):
+        softcap = (None, 1.5)[(i + turn) % 2]
         mask = same_segment(segments) if padding is None else padding[:, None, None, :]
         found = run(Q, KEYS, VALUES, mask, causal=causal, window=window, scale=0.7, softcap=softcap)
         seen = np.ones((B, S, S), bool) & (-(window or S) < AHEAD)
@@ -148,7 +150,8 @@ def test_the_planned_gpus_decide(gpu, kernels):
     assert kernel_for("auto", BF16, 128) == "xla"  # on this machine
 
 
-def test_jzero_attention(monkeypatch):
+@pytest.mark.parametrize("turn", TURNS)
+def test_jzero_attention(turn, monkeypatch):
     """Padded for cuDNN, whose part is played by XLA."""
     jaxs = jax.nn.dot_product_attention
     monkeypatch.setattr(attention_kernels, "kernel_for", lambda *_, **__: "cudnn")
@@ -168,16 +171,16 @@ def test_jzero_attention(monkeypatch):
         ({"local_window_size": (T, 0)}, everything & (ahead <= 0) & (ahead >= -T)),
         ({"local_window_size": (S, 1)}, everything & (ahead <= 1)),
     ]
-    given = [*((more, seen, None) for more, seen in cases), *(({}, everything, bias) for bias in biases)]
-    given += [(more, seen, biases[1 + i % 3]) for i, (more, seen) in enumerate(cases)]
-    for more, seen, bias in given:
+    given = [(more, seen, biases[(i + turn) % 2 and 1 + i % 3]) for i, (more, seen) in enumerate(cases)]
+    for more, seen, bias in [*given, *(({}, everything, bias) for bias in biases)]:
         operands = more if bias is None else {**more, "bias": bias}
         expected = softmax_attention(Q, k, v, seen, 0.0 if bias is None else bias)
         found = jax.jit(partial(jzero.attention, **operands))(Q, k, v)
         np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=f"{[*more]} {np.shape(bias)}")
 
 
-def test_cudnn_takes_what_jzero_attention_gives_it(monkeypatch):
+@pytest.mark.parametrize("turn", keep([0, 1, 2], [0]))
+def test_cudnn_takes_what_jzero_attention_gives_it(turn, monkeypatch):
     """Its own checks run, for every form of the operands; a kernel would need a GPU."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
@@ -190,19 +193,21 @@ def test_cudnn_takes_what_jzero_attention_gives_it(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     lengths = np.full(B, 5, np.int32)
-    for queries, keys in [(8, 8), (7, 7), (7, 8)]:
+    forms = itertools.product(
+        (True, False), (True, False), (True, False), (None, 2, (2, 0)),
+        ({}, {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths}),
+    )  # fmt: skip
+    for i, (bias, mask, causal, window, own) in enumerate(forms):
+        queries, keys = [(8, 8), (7, 7), (7, 8)][(i + i // 6 + turn) % 3]
         q, k = jnp.ones((B, queries, H, 64), jnp.bfloat16), jnp.ones((B, keys, K, 64), jnp.bfloat16)
-        for bias, mask, causal, window, own in itertools.product(
-            (None, (H, queries, keys)), (None, (B, 1, 1, keys)), (True, False), (None, 2, (2, 0)),
-            ({}, {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths}),
-        ):  # fmt: skip
-            operands = {
-                "bias": bias and jnp.zeros(bias, q.dtype), "mask": mask and jnp.ones(mask, bool), "is_causal": causal,
-                "local_window_size": window, **own,
-            }  # fmt: skip
-            kernels.clear()
-            assert jax.eval_shape(partial(jzero.attention, **operands), q, k, k).shape == q.shape
-            assert kernels == {"xla" if window == 2 and not causal else "cudnn"}
+        operands = {
+            "bias": jnp.zeros((H, queries, keys), q.dtype) if bias else None,
+            "mask": jnp.ones((B, 1, 1, keys), bool) if mask else None,
+        }
+        kernels.clear()
+        attention = partial(jzero.attention, **operands, is_causal=causal, local_window_size=window, **own)
+        assert jax.eval_shape(attention, q, k, k).shape == q.shape
+        assert kernels == {"xla" if window == 2 and not causal else "cudnn"}
 
 
 def test_jzero_attention_says_what_it_takes():

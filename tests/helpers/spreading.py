@@ -41,8 +41,8 @@ def _value(x, shape, form):
     return ShardedArray(x, shape, _dims(shape, choice), sums, weight and not sums)
 
 
-def on_shards(f, arrays, forms_of, rest=True, degrees=DEGREES):
-    """(results, gradients of sum(sin(results)) with respect to floats, group)."""
+def on_shards(f, arrays, forms_of, rest=True, degrees=DEGREES, call=lambda run, *xs: run(*xs)):
+    """(results, gradients of sum(sin(results)) with respect to floats, group); `call` may be jax.eval_shape."""
     group = ModelGroup(degrees, {1: ("a", "b")} if rest else None)
     shapes = [x.shape for x in arrays]
     dims = [_dims(x.shape, choice) for x, (choice, _) in zip(arrays, forms_of, strict=True)]
@@ -68,7 +68,7 @@ def on_shards(f, arrays, forms_of, rest=True, degrees=DEGREES):
     mesh = Mesh(np.array(jax.devices()[: group.size]).reshape(*degrees.values()), tuple(DEGREES))
     out_specs = (PartitionSpec(), [specs[i] for i in floats])
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
-    return *run(*arrays), group
+    return *call(run, *arrays), group
 
 
 def total(out):

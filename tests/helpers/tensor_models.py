@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from helpers.oracle import largest_error, mean_of, plain_loop, train
+from helpers.reference import Decoder
 
 import jzero
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -108,6 +109,7 @@ def linen_loss(module, batch):
 
 
 PACKED = LlamaConfig(2, WIDTH, 4, 2, 2 * WIDTH, vocab_size=VOCAB, attention="xla")  # reads the segments
+ODD = dataclasses.replace(PACKED, vocab_size=VOCAB + 3, num_kv_heads=1)  # 2 divides neither
 MORE = {"qkv_bias": True, "qk_norm": "shared", "norms": "both", "lora": LoRAConfig(4, 8, "all-linear")}
 BLOCKS = (2, WIDTH, 4, 2 * WIDTH)
 TEXT = {"vocab_size": VOCAB, "max_positions": SEQUENCE, "attention": "xla"}
@@ -121,7 +123,8 @@ ZOO = {
     "two-heads": (Llama, dataclasses.replace(PACKED, num_heads=2)),
     "four": (Llama, dataclasses.replace(PACKED, num_layers=4)),
     "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
-    "odd": (Llama, dataclasses.replace(PACKED, vocab_size=VOCAB + 3, num_kv_heads=1)),  # 2 divides neither
+    "odd": (Llama, ODD),
+    "odd, tiled": (Llama, dataclasses.replace(ODD, loss_tiles=2, mlp_tiles=2)),
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
     "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),
     "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),
@@ -134,6 +137,7 @@ DIMENSIONS = {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
         "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
     },
+    "decoder": {"stack/w": 1, "stack/b": 0, "embed": 0, "head": 1},
     "dropping": {"up/kernel": 1, "up/bias": 0, "down/kernel": 0, "embedding": 0},
     "layers": {
         "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
@@ -153,6 +157,8 @@ def model(name):
         return jzero.from_flax(GPT)
     if name == "layers":
         return list_of_layers()
+    if name == "decoder":
+        return Decoder()
     if name == "dropping":
         return jzero.from_flax(Dropping, lambda net, batch: (net(batch["inputs"]) ** 2).mean())
     if name in ZOO:
@@ -207,7 +213,9 @@ def reference(name, optimizer="SGD"):
     def loss(params, batch):
         return mean_of(model(name))(jax.tree.map_with_path(constant, params), batch)
 
-    return plain_loop(loss, initial(name), batches(name), tx)
+    run = plain_loop(loss, initial(name), batches(name), tx)
+    assert optimizer != "clipped" or run.norms[0] > 0.5
+    return run
 
 
 def make_step(

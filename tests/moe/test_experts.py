@@ -1,7 +1,7 @@
 """A mixture of experts on one device and on groups of devices, against plain JAX that computes every expert."""
 
 import dataclasses
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,12 @@ def with_gradients(f, capacity_factor, shapes=SHAPES):
     return jax.jit(jax.value_and_grad(partial(f, capacity_factor=capacity_factor), argnums=tuple(range(len(shapes)))))
 
 
+@lru_cache
+def known(capacity_factor, shapes):
+    """The value and the gradients of plain JAX."""
+    return with_gradients(plain, capacity_factor, shapes)(*arrays(shapes))
+
+
 def assert_close(found, known):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(known), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
@@ -54,8 +60,8 @@ def assert_close(found, known):
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_one_device(capacity_factor):
-    found, known = (with_gradients(f, capacity_factor, BIASED)(*arrays(BIASED)) for f in (mixture, plain))
-    assert_close(found, known)
+    found = with_gradients(mixture, capacity_factor, BIASED)(*arrays(BIASED))
+    assert_close(found, known(capacity_factor, BIASED))
 
 
 def test_without_gates_and_with_another_activation():
@@ -67,23 +73,23 @@ def test_without_gates_and_with_another_activation():
 
 def test_experts_train_where_nothing_before_them_does():
     """Frozen embeddings, for one: tokens have no tangent, and gathers with derivatives of their own refuse zeros."""
-    found, known = (jax.grad(partial(f, capacity_factor=None), argnums=2)(*arrays()) for f in (mixture, plain))
-    assert_close(found, known)
+    found = jax.grad(partial(mixture, capacity_factor=None), argnums=2)(*arrays(BIASED))  # not compiled as a whole
+    assert_close(found, known(None, BIASED)[1][2])
 
 
 # (degrees, axes that divide the experts, axes that divide their inner width), capacity factor, shapes
 CASES = [
-    (({"expert": 4}, ("expert",), ()), None, SHAPES),
+    (({"expert": 4}, ("expert",), ()), None, BIASED),
     (({"expert": 2, "context": 2, "tensor": 2}, ("expert", "tensor"), ()), 0.5, SHAPES),
-    (({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",)), 0.5, BIASED),
+    (({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",)), None, BIASED),
     (({"expert": 8}, ("expert",), ()), 0.5, BIASED),  # more devices than rows: all tokens on each
     (({"tensor": 4}, ("tensor",), ()), 0.5, SHAPES),
-    (({"tensor": 4}, (), ("tensor",)), None, BIASED),
+    (({"tensor": 4}, (), ("tensor",)), 0.5, BIASED),
     (({"context": 4}, (), ()), 0.5, BIASED),
 ]
 
 
-@pytest.mark.parametrize(("case", "capacity_factor", "shapes"), keep(CASES, CASES[:3]))
+@pytest.mark.parametrize(("case", "capacity_factor", "shapes"), keep(CASES, CASES[1:3]))
 def test_groups(case, capacity_factor, shapes):
     degrees, of_experts, inner = case
     dims = [None, None, (of_experts, (), (), inner), (of_experts, inner, ()), (of_experts, (), inner), None]
@@ -109,7 +115,7 @@ def test_groups(case, capacity_factor, shapes):
     devices = Mesh(np.array(jax.devices()[: group.size]).reshape(*degrees.values()), tuple(degrees))
     out_specs = (PartitionSpec(), specs)
     run = jax.jit(jax.shard_map(local, mesh=devices, in_specs=tuple(specs), out_specs=out_specs, check_vma=False))
-    assert_close(run(*arrays(shapes)), with_gradients(plain, capacity_factor, shapes)(*arrays(shapes)))
+    assert_close(run(*arrays(shapes)), known(capacity_factor, shapes))
     assert not group.traced.fallbacks
 
 
@@ -134,9 +140,10 @@ def test_shapes_that_do_not_belong_together(change, message):
 
 
 def test_layers_before_the_stack_are_checkpointed_as_the_others():
-    """As in DeepSeek: one of four has no experts. Its activations would stay alive through the backward pass."""
-    made = model(dataclasses.replace(CONFIG, num_layers=4, dense_layers=(0,)))
-    config = settings(len(batches()[0]["inputs"]), activation_checkpointing={"policy": "matmuls"})
+    """As in DeepSeek: the first has no experts. Its activations would stay alive through the backward pass."""
+    made = model(dataclasses.replace(CONFIG, num_layers=3, dense_layers=(0,)))
+    more = {"activation_checkpointing": {"policy": "matmuls"}, "stack": {"unroll": False}}
+    config = settings(len(batches()[0]["inputs"]), **more)
     step = jzero.make_train_step(made, config, mesh=mesh(zero=1))
     again = [one.scope for one in operations(step.trace(batches()[0]).jaxpr) if "rematted_computation" in one.scope]
     assert {part for part in ("prefix", "stack") for scope in again if part in scope} == {"prefix", "stack"}
@@ -170,13 +177,15 @@ def test_sigmoid_scores(spread):
 
 def test_the_bias_balances():
     bias, tokens = jnp.zeros(6), logits(8, 64) + jnp.arange(6) * 0.5
-    before = route(tokens, 2).counts
+    counts = jax.jit(lambda bias: route(tokens, 2, bias=bias).counts)
+    before = counts(bias)
     np.testing.assert_allclose(
         balanced_bias(bias, before, rate=0.01), 0.01 * np.sign(before.mean() - before), rtol=1e-6
     )
+
     for _ in range(300):
-        bias = balanced_bias(bias, route(tokens, 2, bias=bias).counts, rate=0.01)
-    after = route(tokens, 2, bias=bias).counts
+        bias = balanced_bias(bias, counts(bias), rate=0.01)
+    after = counts(bias)
     assert before.max() > 1.5 * before.mean()
     assert after.max() < 1.1 * after.mean()
     refuses(lambda: balanced_bias(jnp.zeros(4), jnp.zeros(5)), r"bias \[4\], counts \[5\]; both must be \[E\]")
@@ -206,4 +215,4 @@ def test_bad_arguments(change, message):
 
 
 def test_sigmoids_that_are_all_zero():
-    assert (route(jnp.full((1, 2, 4), -200.0), 2, score="sigmoid").weights == 0).all()
+    assert (route(jnp.full_like(logits(), -200.0), 2, score="sigmoid").weights == 0).all()

@@ -6,11 +6,11 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from helpers.oracle import train
 from helpers.sampling import keep, some
+from helpers.steps import assert_close
 from helpers.tensor_models import assert_one_device, batches, initial, make_step, reference
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -40,9 +40,7 @@ CONTEXT = [
     ("llama", {"context": 2, "tensor": 2, "zero": 2, "stage": 2}),
 ]
 REGATHERED = [  # one more all-gather for the input of each matmul
-    ("llama", {"tensor": 2, "zero": 2, "stage": 3, "unroll": False, "accum": 2}),
     ("linen", {"tensor": 2, "zero": 2, "stage": 3}),
-    ("tiled", {"tensor": 2, "unroll": False}),
     ("more", {"tensor": 2, "stage": 3, "zero": 2}),
 ]
 TILED = [  # beside the plain model without tiles
@@ -55,7 +53,12 @@ MEMORY = [
     ("nnx", {"tensor": 2, "zero": 2, "stage": 2, "unroll": False, "more": MASTERS}),
     ("llama", {"tensor": 2, "context": 2, "stage": 3, "unroll": False, "remat": "full", "more": ACTIVATIONS}),
     ("nnx", {"tensor": 2, "zero": 4, "stage": 3, "unroll": False, "more": HPZ}),
-    ("llama", {**ALL, "accum": 2, "unroll": False, "more": {**BOTH, **REGATHER}}),
+]
+SCANNED = {"accum": 2, "remat": "full", "unroll": False}
+# Each setting once, but for the unrolled layers; pipelines compile for long, so they have the smallest model.
+DEFAULT = [
+    ("odd, tiled", {"oracle": "odd", **ALL, **SCANNED, "optimizer": "clipped", "more": {**BOTH, **REGATHER}}),
+    ("decoder", {"pipe": 2, "tensor": 2, "accum": 2, "stage": 1}),
 ]
 PIPELINES = [
     ("nnx", "zero_bubble", {"tensor": 2, "zero": 2, "stage": 3}),
@@ -71,8 +74,7 @@ STAGED = [
 ]
 REGATHERED = [(name, {**layout, "more": REGATHER}) for name, layout in REGATHERED]
 TILED = [("tiled", {"oracle": "llama", **layout}) for layout in TILED]
-ROWS = [*TENSOR, *CONTEXT, *REGATHERED, *TILED, *MEMORY]
-DEFAULT = [TILED[-1], MEMORY[-1]]  # with "clipped" below they have all of TENSOR's and CONTEXT's settings
+ROWS = [*DEFAULT, *TENSOR, *CONTEXT, *REGATHERED, *TILED, *MEMORY]
 
 
 def name_of(value):
@@ -84,15 +86,12 @@ def test_one_device_computes_the_same(name, layout):
     assert_one_device(name, **layout)
 
 
-@pytest.mark.parametrize("optimizer", keep(["clipped", "AdamW", "frozen"], ["clipped"]))
+@pytest.mark.parametrize("optimizer", keep(["clipped", "AdamW", "frozen"], []))
 def test_optimizers_do_what_they_do_on_one_device(optimizer):
-    known = reference("nnx", optimizer)
-    assert known.norms[0] > 0.5  # it is clipped
-    step = make_step("nnx", optimizer=optimizer, accum=2, remat="full", unroll=False, **ALL)
+    step, known = make_step("nnx", optimizer=optimizer, **SCANNED, **ALL), reference("nnx", optimizer)
     seen, state = train(step, initial("nnx"), batches())
     np.testing.assert_allclose(seen, known.seen, rtol=1e-6)
-    for x, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(known.params), strict=True):
-        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=2e-6)
+    assert_close(state.params, known.params, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.processes

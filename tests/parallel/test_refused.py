@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import mixture_models, tensor_models
 from helpers.mixture_models import CONFIG, OwnModel, divided_by_both, own_loss
+from helpers.named_models import model_of
 from helpers.refusals import refused
 from helpers.tensor_models import BATCH, DIMENSIONS, make_step, model
 
@@ -39,9 +40,8 @@ def on_mesh(config, subject=None, **mesh):
 
 def odd_gpt2(dimensions=None, degree=2):
     """A step of a GPT-2 whose vocabulary of 67 `degree` does not divide."""
-    cls, config = tensor_models.ZOO["gpt2"]
-    odd = jzero.from_flax(lambda rngs: cls(dataclasses.replace(config, vocab_size=67), rngs=rngs))
-    return make_step(odd, tensor=degree, dimensions=dimensions)
+    odd = dataclasses.replace(tensor_models.ZOO["gpt2"][1], vocab_size=67)
+    return make_step(model_of(odd), tensor=degree, dimensions=dimensions)
 
 
 def uneven_layers(axis):

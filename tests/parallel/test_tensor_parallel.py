@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.named_models import model_of
 from helpers.programs import pairs
 from helpers.sampling import some
-from helpers.tensor_models import BATCH, PACKED, WIDTH, Llama, assert_one_device, batches, initial, make_step
+from helpers.tensor_models import BATCH, PACKED, WIDTH, batches, initial, make_step
 
 import jzero
 from jzero.display.text_table import size_text
@@ -84,8 +85,9 @@ def lines_of(step):
     return {part.split(": ")[0]: part.split(": ")[1] for part in text.split(" - replicated over tensor: ")[1:]}
 
 
-def test_one_device_computes_the_same_and_the_report_names_the_price():
-    found = lines_of(assert_one_device("odd", tensor=2, zero=2, stage=3, unroll=False))
+def test_the_report_names_the_price():
+    """Of the model that `test_one_device` trains."""
+    found = lines_of(make_step("odd", tensor=2, zero=2, stage=3, unroll=False))
     assert len(found) == len(PRICES)
     for (parameter, size), (price, fits) in PRICES.items():
         line = found[f"mesh.tensor = 2 does not divide the {size} of {parameter}"]
@@ -120,8 +122,7 @@ SHAPE = dataclasses.replace(PACKED, num_layers=LAYERS, d_model=WIDE, num_heads=4
 
 
 def compiled(regather, **layout):
-    wide = jzero.from_flax(lambda rngs: Llama(SHAPE, rngs=rngs))
-    step = make_step(wide, regather=regather, tensor=4, unroll=False, **layout)
+    step = make_step(model_of(SHAPE), regather=regather, tensor=4, unroll=False, **layout)
     program = step.lower(pairs(ROWS, LENGTH)).compile()
     gathers = len(re.findall(r" all-gather(?:-start)?\(", program.as_text()))
     products = len(re.findall(r" dot\(", program.as_text()))

@@ -24,10 +24,10 @@ def normal(*shape):
 
 def test_a_primitive_without_a_rule_runs_on_whole_arrays_and_is_listed():
     def unruled(x):
-        return jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(x))
+        return jnp.linalg.cholesky(x @ x.T + jnp.eye(4))
 
     group = check(unruled, [normal(4, 8)], [((0, 1), False)])
-    assert {fallback.primitive for fallback in group.traced.fallbacks} == {"regularized_incomplete_beta"}
+    assert {fallback.primitive for fallback in group.traced.fallbacks} == {"cholesky"}
     assert group.traced.fallbacks[0].line.startswith("test_interpreter.py:")
     whole = check(unruled, [normal(4, 8)], [((None, None), False)]).traced
     assert not whole.fallbacks

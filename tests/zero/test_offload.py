@@ -36,7 +36,7 @@ FULL = {"activation_checkpointing": {"policy": "full"}}
 CASES = [
     *[(name, OPTIMIZER, {}) for name in ("one", "hsdp", "interleaved", "zero_bubble")],
     ("stage3", OPTIMIZER, FP16),
-    ("stage3", BOTH, {}),
+    ("stage3", BOTH, {"train_micro_batch_size_per_gpu": 4}),
     ("stage3", BOTH, BF16 | FULL),
     ("stage1", OPTIMIZER, {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}),
     ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "offloaded", "more"), keep(CASES, [("stage3", BOTH, {})]), ids=str)
+@pytest.mark.parametrize(("name", "offloaded", "more"), keep(CASES, CASES[5:6]), ids=str)
 def test_the_numbers_are_the_same_bit_for_bit(name, offloaded, more):
     steps = 6 if "fp16" in more else 3
     engine, losses = run(name, offloaded, steps, **more)
@@ -56,7 +56,7 @@ def test_the_numbers_are_the_same_bit_for_bit(name, offloaded, more):
         assert losses == expected_losses
         assert_same(engine.state, expected.state)
     assert on_host(expected.state.params) == on_host(expected.state.opt_state) == 0
-    assert on_host(engine.state.params) > 0
+    assert on_host(engine.state.params) == (256 if "ratio" in offloaded["offload_optimizer"] else SIZE)
     assert engine.skipped_steps == expected.skipped_steps
     assert (engine.skipped_steps > 0) == ("fp16" in more)
     assert engine.skipped_steps < steps
@@ -102,7 +102,9 @@ def test_what_lies_on_the_host(name, offloaded, more, masters, moments):
     layout = LAYOUTS[name]
     zero = settings(layout)["zero_optimization"] | offloaded
     step = jzero.make_train_step(Net(), settings(layout, zero_optimization=zero, **more), mesh=make_mesh(layout))
-    state = step.init(jax.random.key(0))
+    state = jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), step.state_shapes, step.state_shardings
+    )
     assert (on_host(state.params), on_host(state.opt_state)) == (masters, 2 * moments)
     assert step.host_bytes == (masters + 2 * moments) * 4 // 8
 

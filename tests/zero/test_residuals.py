@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import needs_cuda_compiler
+from helpers.named_models import model_of
 from helpers.programs import h100s, pairs, traced
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from jzero.planner import gpu_devices
 from jzero.tracing.chunk import Chunk
 from jzero.tracing.equations import Equations
 from jzero.tracing.residuals import fewest_bytes, is_cheap
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 
 def bytes_of(variables):
@@ -149,7 +150,7 @@ def test_the_gradient_of_complex_activations():
         return jnp.sin(x @ w) + x * jnp.exp(1j * x.real), ()
 
     def gradient(layer):
-        return jax.grad(lambda w: (jnp.abs(layer(w, layer(w, x))) ** 2).sum())(np.eye(4, dtype=np.float32))
+        return jax.jit(jax.grad(lambda w: (jnp.abs(layer(w, layer(w, x))) ** 2).sum()))(np.eye(4, dtype=np.float32))
 
     x = np.linspace(-1, 1, 12).reshape(3, 4).astype(np.complex64)
     found, expected = gradient(lean(block)), gradient(lambda w, x: block(w, x, None)[0])
@@ -175,9 +176,8 @@ ROWS, LENGTH, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, LAYERS = 2, 256, 256, 512, 
 
 def traced_for_gpus():
     shape = LlamaConfig(LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, vocab_size=VOCAB, attention="cudnn")
-    llama, batch = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), pairs(2 * ROWS, LENGTH)
     more = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": 3}}
-    return traced(llama, h100s(zero=2), batch, {}, **more)[1]
+    return traced(model_of(shape), h100s(zero=2), pairs(2 * ROWS, LENGTH), {}, **more)[1]
 
 
 def test_bytes_of_a_llamas_layer(monkeypatch):
