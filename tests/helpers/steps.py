@@ -27,9 +27,26 @@ def mesh(zero=4, **degrees):
     return jzero.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
 
 
+def random_params(model, scale=0.3):
+    """NumPy's values, which no program has to draw: norms' scales and variances about 1, others about 0; integers 0."""
+    shapes, rng = jax.eval_shape(model.init, jax.random.key(0)), np.random.default_rng(1)
+
+    def value(name, x):
+        around = name.endswith(("scale", "var")) + scale * rng.normal(size=x.shape)
+        return np.asarray(around if x.dtype.kind == "f" else np.zeros(x.shape), x.dtype)
+
+    return jax.tree.unflatten(jax.tree.structure(shapes), [value(*item) for item in named(shapes).items()])
+
+
 def started(model, config, mesh=None):
     step = jzero.make_train_step(model, config, mesh=mesh)
     return step, step.init(jax.random.key(0))
+
+
+def filled(model, config, mesh=None):
+    """Like `started`, from `random_params`."""
+    step = jzero.make_train_step(model, config, mesh=mesh)
+    return step, step.init(jax.random.key(0), random_params(model))
 
 
 def run(step, batches, params=None, extras=None):

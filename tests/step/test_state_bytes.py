@@ -9,7 +9,7 @@ import pytest
 from helpers.fp8 import FP8
 from helpers.named_models import model_of
 from helpers.sampling import keep
-from helpers.steps import settings
+from helpers.steps import random_params, settings
 from helpers.tensor_models import make_step
 
 import jzero
@@ -70,7 +70,7 @@ def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
     assert found.optimizer == 8 * held(trained, group) + COUNTERS
     assert found.gradients == 2 * held(trained, 8 if stage >= 2 else 1)
     assert found.parameters == 2 * held(trained, 8 if stage == 3 else 1)
-    state = step.init(jax.random.key(0))
+    state = step.init(jax.random.key(0), random_params(step.model))
     assert on_device_0(state.params) == found.masters
     assert {x.dtype for x in jax.tree.leaves(state.params["ends"])} == {jnp.dtype(jnp.bfloat16)}
 
@@ -82,7 +82,7 @@ HELD = [(3, {}), (2, {"tensor": 2}), (1, {"data": 2}), (0, {})]
 def test_devices_hold_what_the_accounting_says(stage, degrees):
     mesh = jzero.make_mesh(**degrees)
     step = train_step(llama(TINY), stage, mesh)
-    state, found = step.init(jax.random.key(0)), state_bytes(step)
+    state, found = step.init(jax.random.key(0), random_params(step.model)), state_bytes(step)
     assert on_device_0(state.params) == found.masters
     assert on_device_0(state.opt_state) == found.optimizer
     assert on_device_0(state) == bytes_per_device(step.state_shapes, step.state_specs, mesh)
