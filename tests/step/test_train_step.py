@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import reference
-from helpers.reference import BATCH, DECODER, Decoder, Layout, batches, leaves, model, train
+from helpers.reference import ADAMW, BATCH, DECODER, Decoder, Layout, assert_bitwise, batches, leaves, train
 from helpers.refusals import compilations
 from helpers.sampling import keep
 from helpers.steps import filled, mesh, settings, started
@@ -20,17 +19,22 @@ from jzero.passes.gradients import sums_of_squares
 from jzero.step import state
 
 
+class Square:
+    def init(self, rng):
+        return {"w": jax.random.normal(rng, (16, 16))}
+
+    def loss(self, params, batch, rng):
+        return ((batch @ params["w"]) ** 2).mean()
+
+
 def test_small_parameters_are_drawn_by_a_kernel_on_one_gpu(monkeypatch):
     """XLA divides it among no devices, and for large parameters its operands would fill the memory."""
     seen = []
 
-    class Drawn:
+    class Drawn(Square):
         def init(self, rng):
             seen.append(jax.config.jax_threefry_gpu_kernel_lowering)
-            return jax.random.normal(rng, (16, 16))
-
-        def loss(self, params, batch, rng):
-            return (batch @ params).mean()
+            return super().init(rng)
 
     monkeypatch.setattr(state, "is_gpu", lambda mesh: True)
     plain = jax.random.normal(jax.random.key(0), (16, 16))
@@ -38,7 +42,7 @@ def test_small_parameters_are_drawn_by_a_kernel_on_one_gpu(monkeypatch):
         monkeypatch.setattr(state, "DRAWN", limit)
         _, made = started(Drawn(), settings(2), mesh(devices))
         assert seen[-1] == by_kernel
-        np.testing.assert_array_equal(made.params, plain)
+        np.testing.assert_array_equal(made.params["w"], plain)
 
 
 @pytest.mark.parametrize("stage", keep([1, 3], [3]))
@@ -58,15 +62,15 @@ def test_the_model_is_traced_twice(stage):
 
 @pytest.mark.parametrize("stage", keep([0, 2, 3], [3]))
 def test_the_state_is_born_sharded_and_donated(stage):
-    layout = Layout(stage, 8, 1, unroll=False)
-    step, state = started(model("decoder"), layout.config(), layout.mesh)
-    reference.assert_bitwise(state, reference.new_state("decoder", "fp32"))
+    config = settings(16, stage, optimizer=ADAMW)
+    step, state = started(Square(), config, mesh(8))
+    assert_bitwise(state, started(Square(), config, mesh(1))[1])
     mu, nu = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
     for x in jax.tree.leaves((state.params, mu, nu)):
         assert {shard.data.size for shard in x.addressable_shards} == {x.size // (8 if stage else 1)}
         assert len(x.addressable_shards) == 8
     state = step.init(jax.random.key(0))  # which no NumPy view keeps from being donated
-    after, _ = step(state, batches("decoder")[0])
+    after, _ = step(state, np.ones((16, 16), np.float32))
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
     assert jax.tree.map(lambda x: x.sharding, after) == step.state_shardings
 
@@ -137,9 +141,8 @@ def test_the_norms_collectives_follow_the_parameters_in_every_process():
 
 def test_a_small_batch_of_numpy_compiles_once():
     """What reads the program of the first step finds that of the call, which takes the batch as it is."""
-    layout = Layout(0, 1, 1, unroll=False)
-    step, state = filled(model("decoder"), layout.config(), layout.mesh)
-    batch = batches("decoder")[0]
+    step, state = filled(Square(), settings(16), mesh(1))
+    batch = np.ones((16, 16), np.float32)
     state, _ = step(state, batch)
     before = len(compilations)
     step.traced.lower().compile()
