@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.named_models import model_of
-from helpers.programs import SEPARATE, SIZE, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
+from helpers.programs import SIZE, WITH_CUBLAS, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
 from helpers.sampling import keep, some
 
 import jzero
@@ -90,7 +90,7 @@ def compiled(case, llama=LLAMA, **more):
     else:
         model = jzero.from_flax(MLP, cross_entropy)
         batch = (jax.ShapeDtypeStruct((rows, 784), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
-    options = {} if case.combine else SEPARATE
+    options = {} if case.combine else WITH_CUBLAS
     step, trace = traced(model, h100s(data=case.data, zero=case.zero), batch, options, **config)
     return collectives_of(step, trace), step.state_shapes.params
 
