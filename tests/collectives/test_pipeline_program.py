@@ -129,7 +129,7 @@ def expected(case, loop=False):
 
 
 ALL = [
-    (Case("1f1b", 2, 2, 3, 2), False),
+    (Case("1f1b", 2, 4, 3, 2), False),
     (Case("gpipe", 4, 6, 0, 1, 2), False),
     (Case("zero_bubble", 4, 8, 2, 2, chunks=2), False),
     (Case("1f1b", 4, 8, 3, 2), False),

@@ -50,7 +50,7 @@ def linen_student(**more):
 
 def test_a_teacher_that_moves():
     step = jzero.make_train_step(linen_student(example_extra=TEACHERS[0]), config(3, accum=2), mesh=mesh())
-    step.lower(BATCH, TEACHERS[1])  # with a number among the arrays
+    step.trace(BATCH, TEACHERS[1])  # with a number among the arrays
     TRACED.clear()
     params = random_params(step.model)
     run(step, BATCHES[:1], params, TEACHERS)

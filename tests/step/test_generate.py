@@ -16,6 +16,7 @@ from helpers.sampling import keep, some
 from helpers.steps import mesh, random_params, settings
 
 import jzero
+from jzero.mesh import batch_spec
 from jzero.model import stack_loss
 from jzero.step.generate import Sampling, _sampling, sample_tokens
 from jzero.tracing.equations import operations
@@ -114,9 +115,9 @@ def test_zero3_gathers_the_layers_in_every_pass():
 
 def kept_or_gathered(step, state, tokens, padding=None):
     """The shapes of what the loops of a program carry, and of what it gathers."""
-    program = step.generate._run.program.trace(
-        state.params, (tokens, padding), NO_KEY, np.int32(len(TOKENS)), None, new=NEW
-    )
+    run, rows = step.generate._run.program, jax.NamedSharding(step.mesh, batch_spec(step.mesh))
+    batch = jax.device_put((tokens, padding), rows)  # as in a call, which then traces no more
+    program = run.trace(state.params, batch, NO_KEY, np.int32(len(TOKENS)), None, new=NEW)
     loops = [one.eqn for one in operations(program.jaxpr) if one.name in ("while", "scan", "all_gather")]
     return {x.aval.shape for eqn in loops for x in eqn.outvars}
 

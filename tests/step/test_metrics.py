@@ -123,7 +123,7 @@ def test_what_has_aux_refuses(output, message):
         lambda rngs: nnx.Linear(4, 2, rngs=rngs), lambda m, b: output(m(b["x"]).mean()), has_aux=True
     )
     step = jzero.make_train_step(model, SGD, mesh=mesh(2))
-    refuses(lambda: step.lower({"x": X}), message)
+    refuses(lambda: step.trace({"x": X}), message)
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J"

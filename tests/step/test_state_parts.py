@@ -187,7 +187,7 @@ def more_of(params, batch):
 )
 def test_state_that_is_refused(model, more, message):
     pipe = 2 if isinstance(model, Sharing) else 1
-    refuses(lambda: jzero.make_train_step(model, config(**more), mesh=mesh(2, pipe=pipe)).lower(BATCHES[0]), message)
+    refuses(lambda: jzero.make_train_step(model, config(**more), mesh=mesh(2, pipe=pipe)).trace(BATCHES[0]), message)
 
 
 def test_modules_with_state_that_are_refused():
