@@ -14,12 +14,13 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.programs import SEPARATE, SIZE, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
+from helpers.named_models import model_of
+from helpers.programs import SIZE, WITH_CUBLAS, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
 from helpers.sampling import keep, some
 
 import jzero
 from jzero.tree import named
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 from models.lora import LoRAConfig
 from models.mlp import MLP, cross_entropy
 
@@ -85,11 +86,11 @@ def compiled(case, llama=LLAMA, **more):
     }
     rows = MICRO * case.accum * case.data * case.zero
     if case.llama:
-        model, batch = jzero.from_flax(lambda rngs: Llama(llama, rngs=rngs)), pairs(rows, SEQUENCE)
+        model, batch = model_of(llama), pairs(rows, SEQUENCE)
     else:
         model = jzero.from_flax(MLP, cross_entropy)
         batch = (jax.ShapeDtypeStruct((rows, 784), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
-    options = {} if case.combine else SEPARATE
+    options = {} if case.combine else WITH_CUBLAS
     step, trace = traced(model, h100s(data=case.data, zero=case.zero), batch, options, **config)
     return collectives_of(step, trace), step.state_shapes.params
 

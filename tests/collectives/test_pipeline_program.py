@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.named_models import model_of
 from helpers.pipelines import Case, Decoder
-from helpers.programs import SEPARATE, SIZE, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
+from helpers.programs import SIZE, WITH_CUBLAS, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
 from helpers.sampling import keep, some
 
-import jzero
 from jzero.pipeline import vocab_parallel
 from jzero.pipeline.schedules import make_program, make_schedule
 from jzero.planner import collectives, memory
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 pytestmark = needs_gpu_programs
 MICRO, SEQUENCE, WIDTH, VOCAB = 2, 4, 24, 64
@@ -48,10 +48,8 @@ class Scaled(Decoder):
         return vocab_parallel.cross_entropy(x * ends["scale"], ends["head"], batch["labels"])
 
 
-def step_of(case, model, rows, length, options=SEPARATE, **more):
-    config = case.config(
-        train_micro_batch_size_per_gpu=rows, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, **more
-    )
+def step_of(case, model, rows, length, options=WITH_CUBLAS, **more):
+    config = case.config(train_micro_batch_size_per_gpu=rows, **more)
     batch = pairs(rows * case.micro * case.data * case.zero, length)
     return traced(model, h100s(pipe=case.stages, data=case.data, zero=case.zero), batch, options, **config)
 
@@ -70,7 +68,7 @@ def expected(case, loop=False):
     moved, norms, sizes = Counter(), Counter(), {"pipe": case.stages, "data": case.data, "zero": case.zero}
     table = make_schedule(case.schedule, case.stages, case.micro, case.chunks)
     at, alone = ticks(table), [what for what, n in make_program(table).runs if isinstance(what, str) and n == 1]
-    depth, tokens = case.layers // case.stages // case.chunks, MICRO * SEQUENCE
+    depth, tokens = 1 + loop, MICRO * SEQUENCE
     gather = {0: None, 1: "step", 2: "step", 3: case.gather or "micro_batch"}[case.stage]
 
     def add(kind, dtype, axes, elements, times):
@@ -111,7 +109,7 @@ def expected(case, loop=False):
             add("reduce-scatter", "bf16", ["zero"], one, layers * sum(at[work] for work in reduced))
         add("all-reduce", "bf16", [*over_pipe, "data"], together * one // case.zero, arrays)
 
-    shapes = jax.eval_shape(Scaled(case.layers).init, jax.random.key(0))
+    shapes = jax.eval_shape(Scaled(1).init, jax.random.key(0))
     for name, x in shapes["stack"].items():
         works = ["F", "BD"], "BD" if name == "b" else "BW"
         if name == "b" and table.weight is not None:  # whole backward passes add the bias again, in the chain's kernel
@@ -131,21 +129,23 @@ def expected(case, loop=False):
 
 
 ALL = [
+    (Case("1f1b", 2, 4, 3, 2), False),
     (Case("gpipe", 4, 6, 0, 1, 2), False),
     (Case("zero_bubble", 4, 8, 2, 2, chunks=2), False),
     (Case("1f1b", 4, 8, 3, 2), False),
     (Case("interleaved", 4, 8, 3, 2, chunks=2), False),
     (Case("zero_bubble", 4, 8, 3, 2), False),
     (Case("interleaved", 2, 4, 3, 2, 2, chunks=2, gather="step"), False),
-    # With the layers of a chunk in a loop.
+    # With two layers a chunk, in a loop.
     (Case("1f1b", 2, 4, 3, 2, 2), True),
 ]
 
 
-@pytest.mark.parametrize(("case", "loop"), keep(ALL, ALL[2:3]), ids=str)
+@pytest.mark.parametrize(("case", "loop"), keep(ALL, ALL[:1]), ids=str)
 def test_collectives_are_the_tables(case, loop):
     more = {"stack": {"unroll": False}} if loop else {}
-    program = collectives_of(*step_of(case, Scaled(case.layers), MICRO, SEQUENCE, **more))
+    layers = case.stages * case.chunks * (1 + loop)
+    program = collectives_of(*step_of(case, Scaled(layers), MICRO, SEQUENCE, **more))
     assert one_by_one(program, lambda row: (row.kind, row.dtype, row.axes, row.bytes)) == expected(case, loop)
     for row in program.select(kind="collective-permute"):
         activations = row.bytes == MICRO * SEQUENCE * WIDTH * SIZE["bf16"]
@@ -160,8 +160,7 @@ TOKENS = 1024
 @functools.cache
 def plan(schedule, chunks, micro):
     case = Case(schedule, 4, micro, chunks=chunks)
-    model = jzero.from_flax(lambda rngs: Llama(replace(LLAMA, num_layers=4 * chunks), rngs=rngs))
-    step, trace = step_of(case, model, 1, TOKENS, options={})
+    step, trace = step_of(case, model_of(replace(LLAMA, num_layers=4 * chunks)), 1, TOKENS, options={})
     program = trace.lower().compile()
     return memory(program), collectives(program, step.mesh)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.drawn import random_params
 from helpers.planted_faults import (
     ACCUM,
     GROUPS,
@@ -30,7 +31,7 @@ from helpers.planted_faults import (
 from helpers.reference import LR, Layout, assert_bitwise, batches, leaves, model
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, SmallGPT, loss_fn
-from helpers.steps import drawn, mesh
+from helpers.steps import mesh
 
 import jzero
 from jzero import ledger
@@ -223,7 +224,7 @@ SCALED = {"enabled": True, "initial_scale_power": 3, "hysteresis": 2}
 
 
 def mlp():
-    return drawn(model("mlp").init, jax.random.key(0))
+    return random_params(model("mlp"))
 
 
 def spoiled(batch):

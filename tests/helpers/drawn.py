@@ -4,15 +4,19 @@ import jax
 import numpy as np
 
 
-def drawn(shapes, seed=0):
-    """Numbers near 0, and near 1 the scales of norms."""
+def drawn(shapes, scale=0.3, seed=1):
+    """Numbers about 1 for the scales and variances of norms, about 0 for the others; integers are 0."""
     rng = np.random.default_rng(seed)
 
     def values(path, x):
-        mean = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
-        return np.asarray(rng.normal(mean, 0.2, x.shape), x.dtype)
+        around = jax.tree_util.keystr(path, simple=True).endswith(("scale", "var")) + scale * rng.normal(size=x.shape)
+        return np.asarray(around if jax.numpy.issubdtype(x.dtype, np.floating) else np.zeros(x.shape), x.dtype)
 
     return jax.tree_util.tree_map_with_path(values, shapes)
+
+
+def random_params(model, scale=0.3):
+    return drawn(jax.eval_shape(model.init, jax.random.key(0)), scale)
 
 
 def zeros(shapes):

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import reference
+from helpers.drawn import drawn
 from helpers.reference import SEQUENCE, VOCAB, WIDTH, place
-from helpers.steps import drawn, settings
+from helpers.steps import settings
 
 import jzero
 from jzero.model import stack_loss
@@ -37,7 +38,7 @@ class Decoder(reference.Decoder):
         return f"{type(self).__name__}({self.layers} layers)"
 
     def init(self, rng):
-        return drawn(super().init, rng)
+        return drawn(jax.eval_shape(super().init, rng))
 
     def prefix(self, ends, batch, rng):
         return vocab_parallel.embed(ends["embed"], batch["inputs"])

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.drawn import random_params
 from helpers.oracle import stacked_loss
 from helpers.reference import assert_bitwise
-from helpers.steps import drawn
 
 import jzero
 from jzero.loss_scale import NonFiniteError
@@ -65,7 +65,7 @@ def step_of(layout):
 
 def values():
     """The parameters of a new network; to draw them with JAX takes longer to compile than a step."""
-    params = drawn(Net().init, jax.random.key(0))
+    params = random_params(Net())
     return params | {"stack": params["stack"] | {name: np.zeros(LAYERS, np.float32) for name in ("gain", "root")}}
 
 

@@ -14,6 +14,7 @@ from jzero.planner import collectives, gpu_devices
 needs_gpu_programs = [pytest.mark.gpu_compile, needs_cuda_compiler, pytest.mark.usefixtures("no_compilation_cache")]
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "collective_permute")
 SEPARATE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in KINDS}  # one operation per array
+WITH_CUBLAS = SEPARATE | {"xla_gpu_enable_triton_gemm": False}  # whose matrix products need no compiling
 SIZE = {"bf16": 2, "f32": 4, "f16": 2}
 SMALL = 128  # bytes: numbers of the loss, of the norm, counts
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+from helpers.drawn import random_params
 from helpers.oracle import plain_loop
 
 import jzero
@@ -27,15 +28,15 @@ def mesh(zero=4, **degrees):
     return jzero.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
 
 
-def drawn(init, *args):
-    """Values of the shapes that `init` makes, from NumPy: JAX's random numbers take longer to compile than a step."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(x.dtype), jax.eval_shape(init, *args))
-
-
 def started(model, config, mesh=None):
     step = jzero.make_train_step(model, config, mesh=mesh)
     return step, step.init(jax.random.key(0))
+
+
+def filled(model, config, mesh=None):
+    """Like `started`, from `random_params`."""
+    step = jzero.make_train_step(model, config, mesh=mesh)
+    return step, step.init(jax.random.key(0), random_params(model))
 
 
 def run(step, batches, params=None, extras=None):

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.drawn import random_params
 from helpers.engines import assert_same
 from helpers.plain_flax import Normed, dense, train_module
 from helpers.plain_flax import cross_entropy as criterion
 from helpers.refusals import refuses
-from helpers.steps import drawn, settings
+from helpers.steps import settings
 
 import jzero
 
@@ -166,7 +167,7 @@ def test_linen_and_outputs_of_any_form():
     model = jzero.from_flax(
         Two(), criterion=lambda outputs, labels: criterion(outputs["logits"], labels), example_batch=({"x": x}, labels)
     )
-    engine = jzero.initialize(model=model, config=config(3), params=drawn(model.init, KEY))[0]
+    engine = jzero.initialize(model=model, config=config(3), params=random_params(model))[0]
     outputs = engine({"x": x})
     loss = engine.loss(outputs, labels)
     engine.backward(loss)

@@ -12,9 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.drawn import random_params
 from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, dense, mean_square, nnx_loss
 from helpers.refusals import refuses
-from helpers.steps import compare, drawn, mesh, settings
+from helpers.steps import compare, mesh, settings
 
 import jzero
 
@@ -145,7 +146,7 @@ def test_nnx_with_partitioning():
     model = jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square)
     step = jzero.make_train_step(model, settings(ROWS, 3))
     plain = lambda p, x, _: (dense(p, x) ** 2).mean()  # noqa: E731
-    compare(step, [X] * 3, plain, optax.sgd(LR), drawn(model.init, KEY), rtol=1e-6)
+    compare(step, [X] * 3, plain, optax.sgd(LR), random_params(model), rtol=1e-6)
 
 
 class Table(nnx.Module):
@@ -243,7 +244,7 @@ def test_constants_of_a_stack():
     config = settings(None, 1, train_micro_batch_size_per_gpu=ROWS)
     step, plain = jzero.make_train_step(model, config, mesh=mesh(1, pipe=3)), nnx_loss(TableStack, mean_square)
     join = lambda params: {**params["ends"], "stack": params["stack"]}  # noqa: E731
-    compare(step, [X] * 3, plain, optax.sgd(LR), drawn(model.init, KEY), join=join, rtol=1e-6)
+    compare(step, [X] * 3, plain, optax.sgd(LR), random_params(model), join=join, rtol=1e-6)
 
 
 class Gap(nnx.Module):
@@ -267,7 +268,7 @@ def test_constants_that_differ_between_layers_are_refused():
         layers = lambda rngs, last=last: nnx.Sequential(Gap(rngs, jnp.nan), Gap(rngs, last))  # noqa: E731
         model = jzero.from_flax(layers, mean_square, stack="layers")
         if jnp.isnan(last):
-            params, plain = drawn(jzero.from_flax(layers, mean_square).init, KEY), nnx_loss(layers, mean_square)
+            params, plain = random_params(jzero.from_flax(layers, mean_square)), nnx_loss(layers, mean_square)
             losses = jax.jit(lambda own, params: (model.loss(own, X, None), plain(params, X, None)))  # noqa: B023
             np.testing.assert_allclose(*losses(model.adopt(params), params), rtol=1e-5)
         else:

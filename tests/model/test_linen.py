@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from helpers.drawn import drawn, random_params
 from helpers.plain_flax import KEY, WIDTH, X, mean_square
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, ROWS, VOCAB, causal_mask, cross_entropy
-from helpers.steps import compare, drawn, settings
+from helpers.steps import compare, settings
 
 import jzero
 from jzero.tree import named
@@ -56,7 +57,7 @@ def test_linen():
     def plain(params, x, _):
         return (module.apply({"params": params, "tables": tables}, x) ** 2).mean()
 
-    step, start = jzero.make_train_step(model, settings(len(X), 3)), drawn(model.init, KEY)
+    step, start = jzero.make_train_step(model, settings(len(X), 3)), random_params(model)
     assert all(
         type(x) is np.ndarray for x in jax.tree.leaves(start, is_leaf=lambda x: isinstance(x, linen.Partitioned))
     )
@@ -192,7 +193,7 @@ TRAINED = [(Outer(), "encoder.layers", {"pipe": 2}, 1), (GPT(scan=True), "layers
 
 @pytest.mark.parametrize(("module", "path", "mesh", "stage"), keep(TRAINED, TRAINED[:1]))
 def test_a_stack_trains_as_on_one_device(module, path, mesh, stage):
-    start = drawn(jzero.from_flax(module, loss_fn, example_batch=BATCHES[0]).init, KEY)
+    start = random_params(jzero.from_flax(module, loss_fn, example_batch=BATCHES[0]))
 
     def loss(params, batch, _):
         return cross_entropy(module.apply({"params": params}, batch["x"]), batch["y"])
@@ -204,7 +205,7 @@ def test_a_stack_trains_as_on_one_device(module, path, mesh, stage):
 
 def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
     module = GPT(norm=True)
-    model, variables = make(module), drawn(module.init, KEY, BATCHES[0]["x"])
+    model, variables = make(module), drawn(jax.eval_shape(module.init, KEY, BATCHES[0]["x"]))
     loss, found = jax.jit(model.loss)(model.adopt(variables), BATCHES[0], KEY)
     apply = jax.jit(lambda x: module.apply(variables, x, training=True, mutable=["batch_stats"]))
     logits, new = apply(BATCHES[0]["x"])
@@ -219,7 +220,7 @@ def test_batch_norm_in_layers_and_ends_moves_as_in_the_module():
 
 def test_dropout_follows_the_key():
     model = make(GPT(rate=0.5, scan=True))
-    params, run = drawn(model.init, KEY), jax.jit(model.loss)
+    params, run = random_params(model), jax.jit(model.loss)
     first, again, other = (float(run(params, BATCHES[0], jax.random.key(seed))) for seed in (1, 1, 2))
     assert first == again != other
 

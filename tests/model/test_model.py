@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.drawn import random_params
 from helpers.plain_flax import dense
-from helpers.steps import drawn
 
 import jzero
 from models.llama import PRESETS, Llama, LlamaConfig, preset
@@ -49,7 +49,7 @@ def test_flops_of_chunks_and_windows(length, chunk, window):
 
 def test_mlp():
     model = jzero.from_flax(MLP, cross_entropy)
-    params = drawn(model.init, jax.random.key(0))
+    params = random_params(model)
     assert sum(x.size for x in jax.tree.leaves(params)) == 784 * 128 + 128 + 128 * 10 + 10
     images, labels = np.random.default_rng(0).normal(size=(5, 28, 28)).astype(np.float32), np.arange(5)
     hidden = np.maximum(dense(params["fc1"], images.reshape(5, 784)), 0)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.drawn import random_params
 from helpers.plain_flax import mean_square, nnx_loss
 from helpers.refusals import refuses
 from helpers.sampling import keep
@@ -27,7 +28,7 @@ from helpers.stack_models import (
     cross_entropy,
     loss_fn,
 )
-from helpers.steps import assert_close, compare, drawn, mesh, settings
+from helpers.steps import assert_close, compare, mesh, settings
 
 import jzero
 
@@ -52,7 +53,7 @@ TRAINED = [(Tied, 0, {}), (SmallGPT, 0, {}), (GPT, 3, {}), (ScannedGPT, 1, PIPE)
     keep(TRAINED, TRAINED[:1]),  # by default Linen's layers train in a pipeline
 )
 def test_a_stack_trains_as_on_one_device(module, stage, more):
-    start = drawn(jzero.from_flax(module, loss_fn).init, KEY)
+    start = random_params(jzero.from_flax(module, loss_fn))
     model = jzero.from_flax(module, loss_fn, stack="blocks")
     step = jzero.make_train_step(model, settings(ROWS, stage, 2, 0.5, **more))
     plain = nnx_loss(module, loss_fn)
@@ -132,7 +133,7 @@ CUT = [
 @pytest.mark.parametrize(("module", "whole", "loss", "path"), keep(CUT, CUT[:1]))
 def test_loss_and_gradients_are_those_of_the_module(module, whole, loss, path):
     plain, model = jzero.from_flax(module, whole), jzero.from_flax(module, loss, stack=path)
-    params = drawn(plain.init, KEY)
+    params = random_params(plain)
     (value, gradients), (found, of_stack) = (
         jax.jit(jax.value_and_grad(lambda params, one=one: one.loss(params, BATCHES[0], None)))(params)
         for one, params in ((plain, params), (model, model.adopt(params)))

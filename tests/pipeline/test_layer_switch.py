@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.drawn import random_params
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import drawn
 from test_pipeline_module import KEY, Wide, X, Y, close, finish, pipeline, start
 
 from jzero.model import Inputs
@@ -30,7 +30,7 @@ SWITCHED = [([0, 1, 5], None), ([0, 2, 3, 5], KEY), ([0, 1, 2, 3, 4, 5], None), 
 def test_switched_is_the_module(boundaries, key):
     batch = (INPUTS, Y)
     assert not MODEL.stack
-    params, inputs = drawn(MODEL.init, KEY), Inputs(batch)
+    params, inputs = random_params(MODEL), Inputs(batch)
     prefix, chunk, suffix = switched_at(MODEL, boundaries, *jax.eval_shape(lambda *args: args, params, inputs))
 
     def loss(params):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.drawn import random_params
 from helpers.plain_flax import cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import drawn
 
 import jzero
 from jzero.model import StackModel, fold
@@ -98,7 +98,7 @@ def test_prefix_stack_suffix():
     model = pipeline(LayerSpec(nnx.Linear, 3, 8), BLOCK, BLOCK, BLOCK, jnp.tanh, LayerSpec(nnx.Linear, 8, 2))
     assert isinstance(model, StackModel)
     assert model.stack == range(1, 4)
-    params = drawn(model.init, KEY)
+    params = random_params(model)
     assert shapes(params) == {
         "ends/layers/0/bias": (8,), "ends/layers/0/kernel": (3, 8), "ends/layers/5/bias": (2,),
         "ends/layers/5/kernel": (8, 2), "stack/bias": (3, 8), "stack/kernel": (3, 8, 8),
@@ -191,7 +191,7 @@ class Noisy(linen.Module):
 def test_linen():
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (X, Y))
     model = pipeline(Noisy(), linen.Dropout(0.5), LayerSpec(linen.Dense, features=2), example_batch=example)
-    params = drawn(model.init, KEY)
+    params = random_params(model)
     assert shapes(params) == {
         "layers/0/Dense_0/bias": (8,), "layers/0/Dense_0/kernel": (3, 8), "layers/2/bias": (2,),
         "layers/2/kernel": (8, 2),
@@ -276,7 +276,7 @@ class Entry(nnx.Module):
 @pytest.mark.parametrize("attr", ["inner", ["inner.embedding"]])
 def test_tied_weight_attr(attr):
     model = pipeline(*(TiedLayerSpec("e", c, tied_weight_attr=attr) for c in (Entry, Head)))
-    params = drawn(model.init, KEY)
+    params = random_params(model)
     assert shapes(params) == {"layers/0/scale": (8,), "layers/1/bias": (16,), "tied/e/inner/embedding": (16, 8)}
     table, layers = params["tied"]["e"]["inner"]["embedding"], params["layers"]
     expected = layers["0"]["scale"] * table[TOKENS] @ table.T + layers["1"]["bias"]

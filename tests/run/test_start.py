@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.drawn import drawn, random_params
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import drawn, mesh, settings
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.tree import named
@@ -52,7 +53,7 @@ gradient_of = jax.jit(jax.value_and_grad(plain))
 
 def started_from_numpy(model, config, mesh):
     step = jzero.make_train_step(model, config, mesh=mesh)
-    return step, step.init(KEY, drawn(model.init, KEY))
+    return step, step.init(KEY, random_params(model))
 
 
 @pytest.mark.slow
@@ -75,8 +76,12 @@ class Outer(linen.Module):
 
 
 def test_a_run_starts_from_params_of_every_kind():
-    module, deep, variables = nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5)), drawn(linen.Dense(4).init, KEY, X)
-    nested = drawn(Outer().init, KEY, X)
+    module, deep, variables = (
+        nnx.Linear(4, 4, rngs=nnx.Rngs(5)),
+        Deep(nnx.Rngs(5)),
+        drawn(jax.eval_shape(linen.Dense(4).init, KEY, X)),
+    )
+    nested = drawn(jax.eval_shape(Outer().init, KEY, X))
     models = {
         jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn): {"module": module},
         jzero.from_flax(Deep): {"stack": nnx.state(deep), "pure stack": nnx.to_pure_dict(nnx.state(deep))},

@@ -13,7 +13,7 @@ from jzero.run.deferred_loss import Loss
 
 VALUE = 2.5
 OPERATORS = [o.add, o.sub, o.mul, o.truediv, o.floordiv, o.mod, o.pow, divmod, o.lt, o.le, o.eq, o.ne, o.gt, o.ge]
-OTHERS = [3, 0.5, np.float32(3), jnp.float32(0.5), np.ones(2, np.float32), jnp.arange(1.0, 4)]
+OTHERS = [3, 0.5, np.float32(3), jnp.float32(0.5), np.ones(2, np.float32), jnp.arange(1.0, 3)]
 FUNCTIONS = [
     o.neg, o.pos, abs, float, int, bool, lambda x: round(x, 1), np.log,
     lambda x: jnp.stack([x, x]), jax.jit(lambda x: 2 * x),
@@ -36,9 +36,9 @@ def assert_same(ours, theirs):
 
 def test_operators_on_both_sides():
     value = jnp.float32(VALUE)
+    assert_same(new() - new(), value - value)
     for op, other in zip(OPERATORS, itertools.cycle(OTHERS), strict=False):
         assert_same(op(new(), other), op(value, other))
-        assert_same(op(new(), new()), op(value, value))
         np.testing.assert_allclose(jnp.asarray(op(other, new())), jnp.asarray(op(other, value)), rtol=1e-6)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers.drawn import random_params
 from helpers.sampling import keep
 from helpers.steps import mesh, settings
 from jax import lax
@@ -58,14 +59,14 @@ def images():
 
 
 def make(model, stage=0, pipe=1, precision="bf16", devices=8, **options):
-    config = settings(ROWS, stage, **{precision: {"enabled": True, **options}})
+    config = settings(ROWS, stage, stack={"unroll": False}, **{precision: {"enabled": True, **options}})
     return jzero.make_train_step(model, config, mesh=mesh(devices // pipe, pipe=pipe))
 
 
 LAYOUTS = [(0, 1), (3, 1), (0, 2), (3, 2)]
 
 
-@pytest.mark.parametrize(("stage", "pipe"), keep(LAYOUTS, [(3, 2)]))
+@pytest.mark.parametrize(("stage", "pipe"), keep(LAYOUTS, [(3, 1)]))
 def test_float_images_do_not_widen_the_products(stage, pipe):
     before, after = (matmuls(make(MODEL, stage, pipe, auto_cast=cast).trace(images())) for cast in (False, "auto"))
     assert before.float32 == before.count
@@ -218,7 +219,8 @@ WIDE_BATCH = {name: np.ones((ROWS, *x.shape[1:]), np.float32) for name, x in BAT
 
 
 def test_the_engine_prints_it_after_the_first_step(capsys):
-    engine, *_ = jzero.initialize(model=net(), config=settings(ROWS, bf16={"enabled": True}))
+    config = settings(ROWS, bf16={"enabled": True})
+    engine, *_ = jzero.initialize(model=net(), config=config, params=random_params(net()))
     words = "Half precision\n  - cast to bfloat16 (bf16.auto_cast): x\n"
     assert "Half precision" not in jzero.report(engine.step_fn)
     capsys.readouterr()
@@ -249,6 +251,7 @@ class Normed(nnx.Module):
 @pytest.mark.parametrize(("dtype", "wide"), [(None, 0), (BF16, 0), (F32, 3)])  # declared, as the products after it
 def test_the_statistics_of_batch_norm_do_not_widen_what_they_normalize(dtype, wide):
     step = make(jzero.from_flax(partial(Normed, dtype=dtype), squares))
-    found = matmuls(step.trace({"x": jnp.ones((ROWS, 8, 8, 3)), "y": jnp.ones((ROWS, 4))}))
+    batch = {"x": np.ones((ROWS, 8, 8, 3), np.float32), "y": np.ones((ROWS, 4), np.float32)}
+    found = matmuls(step.trace(batch))
     assert (found.float32, found.count) == (wide, 5)
     assert {x.dtype for x in jax.tree.leaves(step.state_shapes.params["norm"])} == {jnp.dtype(F32)}

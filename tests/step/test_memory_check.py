@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.drawn import random_params
+from helpers.named_models import model_of
 from helpers.refusals import compilations
 from helpers.steps import mesh
 
@@ -18,7 +20,7 @@ from jzero.planner.candidates import merged
 from jzero.planner.memory import UsableMemory
 from jzero.planner.nearest import nearest, ways
 from jzero.run import step_memory
-from models.llama import Llama, preset
+from models.llama import preset
 
 ROWS, LENGTH = 16, 64
 CONFIG = {
@@ -34,7 +36,7 @@ BATCH = {name: values[:ROWS] for name, values in DATA.items()}
 
 
 def model(**changes):
-    return jzero.from_flax(lambda rngs: Llama(preset("tiny", **{"num_layers": 2, **changes}), rngs=rngs))
+    return model_of(preset("tiny", **{"num_layers": 2, **changes}))
 
 
 def limit(patch, size):
@@ -95,7 +97,7 @@ def test_a_loss_that_needs_more_than_the_data(monkeypatch):
         return jax.numpy.mean((module(batch["x"]) - extra) ** 2)
 
     config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": CONFIG["optimizer"]}
-    engine = jzero.initialize(model=dense(loss), config=config, training_data=X)[0]
+    engine = jzero.initialize(model=dense(loss), config=config, training_data=X, params=random_params(dense()))[0]
     assert np.isfinite(float(engine.train_batch(extra=np.float32(1.0))))
 
 
@@ -145,7 +147,7 @@ def test_a_check_compiles_nothing_twice(whole, monkeypatch):
 def test_a_step_that_runs_out_of_memory(monkeypatch):
     limit(monkeypatch, 2**40)
     monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: iter([]))  # a test of its own
-    engine = jzero.initialize(model=dense(), config=CONFIG, mesh=mesh(2))[0]
+    engine = jzero.initialize(model=dense(), config=CONFIG, mesh=mesh(2), params=random_params(dense()))[0]
     engine.train_batch(X)
 
     def run(*_, **__):
@@ -163,19 +165,21 @@ def unsharded(stage):
     return config, jzero.make_train_step(dense(), config | own, mesh=mesh(1, data=2))
 
 
-def test_copies_become_shards_first():
+def test_copies_become_shards_first(monkeypatch):
     config, step = unsharded(3)
     sharded = {"mesh.data": 1, "mesh.zero": 2}
     fits = peak(merged(config, sharded), dense(), X)
     whole = peak_of(step, X)
-    assert nearest(step, X, whole, (fits + whole) // 2)[0] == (sharded, fits)
+    monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: ways(step)[:1])
+    assert nearest(step, X, whole, (fits + whole) // 2) == [(sharded, fits)]
 
 
 def test_more_of_what_is_enough_is_left_out(monkeypatch):
-    """A micro-batch of 4 fits, so one of 2 tells nothing."""
+    """A micro-batch of 4 fits, so one of 2 tells nothing; two are enough. What needs more anyway is not compiled."""
     half, quarter = (dict(zip((MICRO, ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
-    full = {"activation_checkpointing.policy": "full"}
-    monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: [half, quarter, full])
+    full, wrong, more = ({"activation_checkpointing.policy": policy} for policy in ("full", "none of these", "matmuls"))
+    candidates = [half, quarter, {"zero_optimization.stage": 0}, wrong, full, more]
+    monkeypatch.setattr("jzero.planner.nearest.ways", lambda step: candidates)
     step = jzero.make_train_step(dense(), CONFIG, mesh=mesh(2))
     assert [changes for changes, _ in nearest(step, X, 2**40, 2**40)] == [half, full]
 

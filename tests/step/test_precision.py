@@ -1,7 +1,8 @@
 """The loss scaler against a plain-Python re-statement of DeepSpeed's, and the dtype policy."""
 
+from functools import partial
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,22 +55,36 @@ SCALERS = st.builds(
     consecutive=st.booleans(),
     minimum=st.sampled_from([0.25, 1.0, 2.0]),
 )
-STEPS = st.lists(st.sampled_from([(True, True), (True, True), (False, True), (True, False)]), max_size=40)
+MOST = 40
+STEPS = st.lists(st.sampled_from([(True, True), (True, True), (False, True), (True, False)]), max_size=MOST)
+
+
+@partial(jax.jit, static_argnames=("dynamic", "consecutive"))
+def scan(finite, **settings):
+    """The state after each step; a program for all settings that are numbers."""
+    scaler = Scaler(**settings)
+
+    def step(state, finite):
+        state = scaler.update(state, finite)
+        return state, state
+
+    return jax.lax.scan(step, scaler.init(finite.shape[1]), finite)[1]
 
 
 @settings(deadline=None, max_examples=80)
 @given(scaler=SCALERS, steps=STEPS)
 def test_scaler(scaler, steps):
-    reference, state = Reference(scaler), scaler.init(2)
-    for finite in steps:
+    reference = Reference(scaler)
+    states = jax.device_get(scan(np.array(steps + [(True, True)] * (MOST - len(steps))), **vars(scaler)))
+    for i, finite in enumerate(steps):
         reference.step(finite)
-        state = scaler.update(state, jnp.array(finite))
-        assert float(state.scale) == reference.scale
-        assert (int(state.iteration), int(state.last_overflow)) == (reference.iteration, reference.last_overflow)
-        assert (int(state.stuck), int(state.skipped)) == (reference.stuck, reference.skipped)
+        state = jax.tree.map(lambda x, i=i: x[i], states)
+        assert state.scale == reference.scale
+        assert (state.iteration, state.last_overflow) == (reference.iteration, reference.last_overflow)
+        assert (state.stuck, state.skipped) == (reference.stuck, reference.skipped)
         assert state.culprits.tolist() == (reference.culprits or [False, False])
         if scaler.dynamic:
-            assert int(state.hysteresis) == reference.hysteresis
+            assert state.hysteresis == reference.hysteresis
 
 
 def config(precision="fp32", accum=None, wire=None, **sections):
@@ -80,8 +95,6 @@ def config(precision="fp32", accum=None, wire=None, **sections):
 
 LOW = "master_weights_and_grads"
 LOW_STATE = {f"bf16_{LOW}": True, "bf16_optimizer_states": True}
-
-
 NO_CHECK = {"check_grad_overflow": False}
 
 
@@ -111,12 +124,7 @@ def test_policy(made, dtypes, scaling):
 @pytest.mark.parametrize("fp16", [{"initial_scale_power": 127}, {"loss_scale": 3e38}, {"min_loss_scale": 1e-37}])
 def test_the_largest_settings_keep_the_scale_finite_and_positive(fp16):
     scaler = Precision.from_config(config("fp16", fp16={"loss_scale_window": 1, "hysteresis": 1, **fp16})).scaler
-
-    def step(state, finite):
-        state = scaler.update(state, finite[None])
-        return state, state.scale
-
-    found = jax.jit(lambda f: jax.lax.scan(step, scaler.init(1), f)[1])(jnp.array([True] * 5 + [False] * 300))
+    found = scan(np.array([[True]] * 5 + [[False]] * 300), **vars(scaler)).scale
     assert np.isfinite(found).all()
     assert min(found) > 0
     assert np.isfinite(scaler.init(1).scale)

@@ -1,6 +1,6 @@
 """Predictions under the training layout. Oracle: the plain Flax module, or the layers by hand, on one device."""
 
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 
 import jax
@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.drawn import random_params
+from helpers.named_models import model_of
+from helpers.plain_flax import dense
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
-from helpers.steps import mesh, settings, started
+from helpers.steps import filled, mesh, settings
 
 import jzero
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
@@ -41,19 +44,18 @@ def squares(model, batch):
 NET = jzero.from_flax(Net, squares)
 
 
-@lru_cache
-def state_of_net():
-    return started(NET, config(3), mesh=mesh())[1]
+def plain(model, params, x):
+    return jax.jit(lambda params: model.module(params)(x))(params)
 
 
 @pytest.mark.parametrize(("rows", "stage"), keep([(16, 3), (33, 3), (1, 0)], [(33, 3)]))
 def test_any_number_of_rows(stage, rows):
-    engine = jzero.initialize(model=NET, config=config(stage), mesh=mesh())[0]
-    engine.train_batch(X)  # moves the running statistics
+    params = random_params(NET)  # also the running statistics
+    engine = jzero.initialize(model=NET, config=config(stage), mesh=mesh(), params=params)[0]
     x = np.random.default_rng(1).normal(size=(rows, 4)).astype(np.float32)
     found = engine.predict(x)
     assert found.shape == (rows, 3)
-    assert_close(found, NET.module(jax.device_get(engine.state.params))(x))
+    assert_close(found, plain(NET, params, x))
     numpy = engine.predict(x, numpy=True)
     assert isinstance(numpy, np.ndarray)
     np.testing.assert_array_equal(numpy, found)
@@ -78,21 +80,22 @@ class Called(nnx.Module):
 
 def test_a_call_is_told_whether_it_trains():
     model = jzero.from_flax(Told(), criterion=lambda y, labels: jnp.mean((y - labels) ** 2), example_batch=(X, X))
-    engine = jzero.initialize(model=model, config=config(3, gradient_accumulation_steps=1), mesh=mesh())[0]
-    first = X @ np.asarray(engine.state.params["Dense_0"]["kernel"])
+    before = random_params(model)
+    engine = jzero.initialize(model=model, config=config(3, accum=1), mesh=mesh(), params=before)[0]
     engine.train_batch((X, X))
     params = dict(jax.device_get(engine.state.params))
     stats = params.pop("batch_stats")
-    np.testing.assert_allclose(stats["BatchNorm_0"]["mean"], 0.5 * first.mean(0), rtol=1e-5, atol=1e-7)
-    plain = Told().apply({"params": params, "batch_stats": stats}, X, train=False)
-    assert_close(engine.predict(X[:5]), plain[:5])
-    np.testing.assert_allclose(engine.eval_batch((X, X)), np.mean((plain - X) ** 2), rtol=1e-5)
+    means = [old["mean"] for old in before["batch_stats"].values()] + [dense(before["Dense_0"], X).mean(0)]
+    np.testing.assert_allclose(stats["BatchNorm_0"]["mean"], np.mean(means, 0), rtol=1e-5, atol=1e-7)
+    out = jax.jit(partial(Told().apply, train=False))({"params": params, "batch_stats": stats}, X)
+    assert_close(engine.predict(X[:5]), out[:5])
+    np.testing.assert_allclose(engine.eval_batch((X, X)), np.mean((np.asarray(out) - X) ** 2), rtol=1e-5)
 
 
 def test_an_nnx_call_is_told_too():
-    step, state = started(jzero.from_flax(Called, squares), config(), mesh=mesh())
-    linear = jax.device_get(state.params["linear"])
-    assert_close(step.predict(state, X[:5]), X[:5] @ linear["kernel"] + linear["bias"])
+    model = jzero.from_flax(Called, squares)
+    step, state = filled(model, config(), mesh())
+    assert_close(step.predict(state, X[:5]), dense(random_params(model)["linear"], X[:5]))
 
 
 LLAMA = LlamaConfig(4, 32, 4, 2, 48, vocab_size=64)
@@ -103,8 +106,8 @@ DECODERS = [(3, 1, SCANNED), (1, 2, INTERLEAVED)]
 
 @pytest.mark.parametrize(("stage", "pipe", "more"), some(DECODERS, DECODERS[:1]))
 def test_logits_of_a_decoder(stage, pipe, more):
-    model = jzero.from_flax(lambda rngs: Llama(LLAMA, rngs=rngs))
-    step, state = started(model, config(stage, **more), mesh=mesh(2, pipe=pipe))
+    model = model_of(LLAMA)
+    step, state = filled(model, config(stage, **more), mesh(2, pipe=pipe))
     last = jzero.make_eval_step(
         model, lambda module, x, batch: x.x_BSD[:, -1], config(stage, **more), mesh=mesh(2, pipe=pipe)
     )
@@ -123,8 +126,8 @@ def test_outputs_of_a_pipeline_module(equal, pipe):
         loss_fn=lambda out, labels: jnp.mean((out - labels) ** 2),
         example_batch=(X, X[:, : 4 if equal else 3]),
     )
-    step, state = started(model, config(), mesh=mesh(2, pipe=pipe))
-    assert_close(step.predict(state, X[:9]), model.module(jax.device_get(state.params))(X[:9]))
+    step, state = filled(model, config(), mesh(2, pipe=pipe))
+    assert_close(step.predict(state, X[:9]), plain(model, random_params(model), X[:9]))
 
 
 def hits(module, batch):
@@ -134,10 +137,10 @@ def hits(module, batch):
 
 
 def test_metrics_of_a_data_set_whose_last_batch_is_small():
-    evaluate, state = jzero.make_eval_step(NET, hits, config(3), mesh=mesh()), state_of_net()
+    evaluate, (_, state) = jzero.make_eval_step(NET, hits, config(3), mesh=mesh()), filled(NET, config(3), mesh())
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(45, 4)).astype(np.float32), rng.integers(0, 3, 45).astype(np.int32)
-    right = np.asarray(NET.module(jax.device_get(state.params))(x)).argmax(-1) == y
+    right = np.asarray(plain(NET, random_params(NET), x)).argmax(-1) == y
     batches = [{"x": x[i : i + 16], "y": y[i : i + 16]} for i in range(0, 45, 16)]
     found = evaluate.metrics(state, batches)
     assert found == pytest.approx({"accuracy": right.mean(), "of ones": right[y == 1].mean()})
@@ -171,9 +174,9 @@ def test_what_is_refused():
         (jzero.from_flax(Deep), r"outputs\(x, batch\)"),
         (CELL, r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"),
     ):
-        step, state = started(model, config(), mesh=mesh())
+        step, state = filled(model, config(), mesh())
         refuses(lambda step=step, state=state: step.predict(state, X), words)
-    state = state_of_net()
+    _, state = filled(NET, config(3), mesh())
     total = jzero.make_eval_step(NET, lambda m, b: m(b).sum(), config(3), mesh=mesh())
     wide = jzero.make_eval_step(NET, lambda m, b: {"logits": m(b)}, config(3), mesh=mesh())
     refuses(lambda: total(state, X), r"has shape \(\) for 2 rows")

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import reference
-from helpers.reference import BATCH, DECODER, Decoder, Layout, batches, initial, leaves, model, train
+from helpers.reference import ADAMW, BATCH, DECODER, Decoder, Layout, assert_bitwise, batches, leaves, train
 from helpers.refusals import compilations
 from helpers.sampling import keep
-from helpers.steps import started
+from helpers.steps import filled, mesh, settings, started
 
 import jzero
 from jzero.model import stack_loss
@@ -20,24 +19,30 @@ from jzero.passes.gradients import sums_of_squares
 from jzero.step import state
 
 
+class Square:
+    def init(self, rng):
+        return {"w": jax.random.normal(rng, (16, 16))}
+
+    def loss(self, params, batch, rng):
+        return ((batch @ params["w"]) ** 2).mean()
+
+
 def test_small_parameters_are_drawn_by_a_kernel_on_one_gpu(monkeypatch):
     """XLA divides it among no devices, and for large parameters its operands would fill the memory."""
+    seen = []
+
+    class Drawn(Square):
+        def init(self, rng):
+            seen.append(jax.config.jax_threefry_gpu_kernel_lowering)
+            return super().init(rng)
+
     monkeypatch.setattr(state, "is_gpu", lambda mesh: True)
-    plain = leaves(initial("decoder"))
+    plain = jax.random.normal(jax.random.key(0), (16, 16))
     for devices, limit, by_kernel in ((1, 2**26, True), (1, 100, False), (2, 2**26, False)):
         monkeypatch.setattr(state, "DRAWN", limit)
-        seen = []
-
-        class Drawn(Decoder):
-            def init(self, rng, seen=seen):
-                seen.append(jax.config.jax_threefry_gpu_kernel_lowering)
-                return super().init(rng)
-
-        layout = Layout(stage=0, zero=devices, accum=1)
-        _, made = started(Drawn(), layout.config(), layout.mesh)
+        _, made = started(Drawn(), settings(2), mesh(devices))
         assert seen[-1] == by_kernel
-        for x, y in zip(leaves(made.params), plain, strict=True):
-            np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(made.params["w"], plain)
 
 
 @pytest.mark.parametrize("stage", keep([1, 3], [3]))
@@ -49,7 +54,7 @@ def test_the_model_is_traced_twice(stage):
         suffix = chex.assert_max_traces(Decoder.suffix, n=2)
 
     layout = DECODER._replace(stage=stage)
-    step, state = started(Once(), layout.config(), layout.mesh)
+    step, state = filled(Once(), layout.config(), layout.mesh)
     _, _, state = train(step, state, batches("decoder")[:3])
     with pytest.raises(AssertionError, match="traced > 2 times"):
         step.evaluate(state, batches("decoder")[0])
@@ -57,15 +62,15 @@ def test_the_model_is_traced_twice(stage):
 
 @pytest.mark.parametrize("stage", keep([0, 2, 3], [3]))
 def test_the_state_is_born_sharded_and_donated(stage):
-    layout = Layout(stage, 8, 1)
-    step, state = started(model("decoder"), layout.config(), layout.mesh)
-    reference.assert_bitwise(state, reference.new_state("decoder", "fp32"))
+    config = settings(16, stage, optimizer=ADAMW)
+    step, state = started(Square(), config, mesh(8))
+    assert_bitwise(state, started(Square(), config, mesh(1))[1])
     mu, nu = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
     for x in jax.tree.leaves((state.params, mu, nu)):
         assert {shard.data.size for shard in x.addressable_shards} == {x.size // (8 if stage else 1)}
         assert len(x.addressable_shards) == 8
-    state = reference.place(step, state)  # a copy that no NumPy view keeps from being donated
-    after, _ = step(state, batches("decoder")[0])
+    state = step.init(jax.random.key(0))  # which no NumPy view keeps from being donated
+    after, _ = step(state, np.ones((16, 16), np.float32))
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
     assert jax.tree.map(lambda x: x.sharding, after) == step.state_shardings
 
@@ -118,16 +123,16 @@ def test_every_replica_micro_batch_layer_and_step_draws_anew(unroll):
 
 def test_the_norms_collectives_follow_the_parameters_in_every_process():
     """A set of names would iterate by the process's hash seed, and processes would wait for each other's sums."""
-    mesh = jzero.make_mesh(zero=2, tensor=2, context=2)
+    cube = jzero.make_mesh(zero=2, tensor=2, context=2)
     groups = [("zero",), ("context",), ("tensor",), ("zero", "tensor"), ("zero", "context"), ("context", "tensor")]
 
     def order(groups):
         layouts = [SimpleNamespace(name=str(i), axes=set(axes), trainable=True) for i, axes in enumerate(groups)]
         run = jax.shard_map(
-            lambda *gs: sums_of_squares(*[(layouts, list(gs))] * 2, 1.0, mesh),
-            mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False,
+            lambda *gs: sums_of_squares(*[(layouts, list(gs))] * 2, 1.0, cube),
+            mesh=cube, in_specs=jax.P(), out_specs=jax.P(), check_vma=False,
         )  # fmt: skip
-        jaxpr = jax.make_jaxpr(run)(*map(jnp.ones, range(1, 7))).jaxpr.eqns[0].params["jaxpr"]
+        jaxpr = jax.make_jaxpr(run)(*map(np.ones, range(1, 7))).jaxpr.eqns[0].params["jaxpr"]
         return [eqn.params["axes"] for eqn in jaxpr.eqns if eqn.primitive.name == "psum"]
 
     assert order(groups) == groups
@@ -136,9 +141,8 @@ def test_the_norms_collectives_follow_the_parameters_in_every_process():
 
 def test_a_small_batch_of_numpy_compiles_once():
     """What reads the program of the first step finds that of the call, which takes the batch as it is."""
-    layout = Layout(0, 1, 1)
-    step, state = started(model("decoder"), layout.config(), layout.mesh)
-    batch = batches("decoder")[0]
+    step, state = filled(Square(), settings(16), mesh(1))
+    batch = np.ones((16, 16), np.float32)
     state, _ = step(state, batch)
     before = len(compilations)
     step.traced.lower().compile()
