@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from helpers.checkpoints import names
 from helpers.engines import engine as small_engine
 from helpers.engines import parts
 from helpers.refusals import refuses
@@ -24,10 +25,6 @@ from jzero.checkpoint.directory import _seal
 from jzero.run.restore import describe_other_data
 
 ONE = LAYOUTS["one"]
-
-
-def names(path):
-    return {file.name for file in path.glob("[!.]*")}
 
 
 @cache

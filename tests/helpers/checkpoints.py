@@ -30,6 +30,11 @@ def state(seed=0):
     }
 
 
+def names(path):
+    """What a directory contains, but hidden files."""
+    return {file.name for file in path.glob("[!.]*")}
+
+
 def shardings(of):
     return jax.tree.map(lambda x: x.sharding, of)
 
