@@ -63,7 +63,7 @@ def computed(logits, labels, size, g):
     return found
 
 
-def check(logits, labels, size, g):
+def check(logits, labels, g, size):
     expected_highest, log_total, expected_picked, expected = exact(logits, labels, size, g)
     for highest, total, picked, dx in computed(logits, labels, np.int32(size), g):
         np.testing.assert_array_equal(np.asarray(highest, np.float64), expected_highest)
@@ -87,8 +87,7 @@ def check(logits, labels, size, g):
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
 def test_against_float64(shape, size, dtype):
-    logits, labels, g = rows(*shape, dtype=dtype)
-    check(logits, labels, size, g)
+    check(*rows(*shape, dtype=dtype), size)
 
 
 @pytest.mark.parametrize(("bad", "columns"), [(np.nan, 1), (np.inf, 8100), (-np.inf, 8100)], ids=str)
@@ -117,7 +116,7 @@ def test_a_row_far_from_zero(offset):
     """Only differences of logits count; a sum of maximum and logarithm would be rounded as numbers of its size are."""
     logits, labels, g = rows(4, 8200, dtype=jnp.float32)
     logits = logits + np.float32(offset)
-    check(logits, labels, 8199, g)
+    check(logits, labels, g, 8199)
     highest, log_total, picked, expected = exact(logits, labels, 8200, g)
     losses, dx = losses_and_gradient(logits, labels, g)
     counted = labels >= 0
@@ -200,25 +199,22 @@ def test_the_kernel_reads_and_writes_slots(buffers):
     whole = {i: np.stack([xs[i] + xs[i].dtype.type(k) for k in range(slots)]) for i, slots in buffers.items()}
 
     @jax.jit
-    def read(slot, xs, whole):
-        kernel = parts.tiled_map_parts(mixed, *({**dict(enumerate(xs)), **whole}.values()), results=results, index=slot)
+    def run(slot, xs, whole):
+        kernel, in_slot = partial(parts.tiled_map_parts, mixed, results=results, index=slot), parts.map_parts_in_slot
         there = [whole[i][slot] if i in whole else x for i, x in enumerate(xs)]
-        return (kernel, parts.map_parts_in_slot(eqn, xs, slot, whole, {})[0]), map_parts(mixed, there, counts)
-
-    @jax.jit
-    def write(slot, xs, whole):
-        kernel = parts.tiled_map_parts(mixed, *xs, *whole.values(), results=results, index=slot, copied=(*whole,))
-        return kernel[len(counts) :], parts.map_parts_in_slot(eqn, xs, slot, {}, whole)[1]
+        reads = kernel(*(whole.get(i, x) for i, x in enumerate(xs))), in_slot(eqn, xs, slot, whole, {})[0]
+        writes = kernel(*xs, *whole.values(), copied=(*whole,))[len(counts) :], in_slot(eqn, xs, slot, {}, whole)[1]
+        return reads, writes, map_parts(mixed, there, counts)
 
     for slot in range(max(buffers.values())):
-        both, expected = read(np.int32(slot), xs, whole)
-        for found in both:
+        reads, writes, expected = run(np.int32(slot), xs, whole)
+        for found in reads:
             close(found, expected)
-        for found in write(np.int32(slot), xs, whole):
-            for i, a in zip(buffers, found, strict=True):
-                new = whole[i].copy()
-                new[slot] = xs[i]
-                np.testing.assert_array_equal(a, new)
+        new = [buffer.copy() for buffer in whole.values()]
+        for i, buffer in zip(whole, new, strict=True):
+            buffer[slot] = xs[i]
+        for found in writes:
+            jax.tree.map(np.testing.assert_array_equal, found, new)
 
 
 def test_a_chunk_reads_and_writes_its_slot():
