@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ sys.path.insert(0, {str(ROOT)!r})
 spec = importlib.util.spec_from_file_location("lock", {str(ROOT / "jzero" / "checkpoint" / "lock.py")!r})
 lock = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lock)
-lock.REFRESH = float(os.environ.get("REFRESH", 0.2))
+lock.POLL, lock.REFRESH = 0.02, float(os.environ.get("REFRESH", 0.2))
 lock.STALE, lock.SETTLE = float(os.environ.get("STALE", 2)), float(os.environ.get("SETTLE", 0.1))
 directory = Path(sys.argv[1])
 
@@ -64,6 +65,13 @@ def said(process):
     return process.stdout.readline().strip()
 
 
+def holder(job, *program, **env):
+    """A job that holds the directory."""
+    process = job(*program, **env)
+    assert said(process) == "held"
+    return process
+
+
 def held_by(tmp_path):
     return json.loads((tmp_path / "runs" / ".lock").read_text())["pid"]
 
@@ -74,16 +82,13 @@ def change(tmp_path, **fields):
 
 
 def test_the_second_job_is_told_and_a_dead_one_is_replaced(tmp_path, job):
-    first = job(SLURM_JOB_ID="12", JZERO_JOB_ID="cafe")
-    assert said(first) == "held"
+    first = holder(job, SLURM_JOB_ID="12", JZERO_JOB_ID="cafe")
     second = job()
     runs = re.escape(f"{tmp_path}/runs")
     words = rf"ConfigError: {runs} is in use by Slurm job 12, job cafe of train.py \(process {first.pid} on "
     assert re.match(rf"{words}.*since \d{{4}}-.*if it has ended, remove {runs}/.lock to take over$", said(second))
     first.kill()  # it stays a zombie until this test waits for it
-    third = job(STALE="600")
-    assert said(third) == "held"
-    _, errors = third.communicate("\n")  # ends normally
+    _, errors = holder(job, STALE="600").communicate("\n")  # ends normally
     assert "waiting" not in errors
     assert [*(tmp_path / "runs").iterdir()] == []
 
@@ -95,34 +100,29 @@ def test_a_child_that_ends_keeps_its_parents_lock(tmp_path, job):
 
 
 def test_a_pid_that_another_process_has_now(tmp_path, job):
-    first = job()
-    assert said(first) == "held"
+    holder(job)
     change(tmp_path, started="1", id="before")
-    second = job()
-    assert said(second) == "held"
-    assert held_by(tmp_path) == second.pid
+    assert held_by(tmp_path) != holder(job).pid == held_by(tmp_path)
 
 
 def test_an_owner_on_another_host(tmp_path, job):
     """Alive while the file changes; dead after STALE seconds; one that wakes up then writes no more."""
-    first = job("print(attempt(), flush=True)\ninput()\nlock.check_lock(directory)")
-    assert said(first) == "held"
+    first = holder(job, "print(attempt(), flush=True)\ninput()\nlock.check_lock(directory)")
     change(tmp_path, place="another boot", host="node7")
     second = job(STALE="60")
     assert "(process" in (words := said(second)), words
     assert "on node7, since" in words
     first.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
-    third = job(STALE="1.5")
-    assert said(third) == "held"
-    assert time.monotonic() - begin > 1.5
+    third = holder(job, STALE="0.5")
+    assert time.monotonic() - begin > 0.5
     first.send_signal(signal.SIGCONT)
     _, errors = first.communicate("\n")
     assert f"CheckpointError: {tmp_path}/runs is in use by a job of train.py (process {third.pid} on" in errors
     assert held_by(tmp_path) == third.pid  # the first did not delete it when it exited
     _, errors = third.communicate("\n")
     assert "names a job of train.py (process" in errors
-    assert "waiting 1.5 s to see whether it still runs" in errors
+    assert "waiting 0.5 s to see whether it still runs" in errors
 
 
 SLURM = {"SLURM_JOB_ID": "12"}
@@ -140,8 +140,7 @@ SLURM = {"SLURM_JOB_ID": "12"}
 )
 def test_a_later_attempt_of_the_same_job_takes_over(tmp_path, job, before, now, held):
     """At once, and though the process of the earlier one still runs on a host that nobody reaches."""
-    first = job(REFRESH="0.001", **before)
-    assert said(first) == "held"
+    first = holder(job, REFRESH="0.001", **before)
     begin = time.monotonic()
     second = job(STALE="60", **now)
     assert (said(second) == "held") == held
@@ -150,9 +149,7 @@ def test_a_later_attempt_of_the_same_job_takes_over(tmp_path, job, before, now, 
 
 
 def test_one_of_many_takes_a_dead_owners_lock(tmp_path, job):
-    dead = job()
-    assert said(dead) == "held"
-    dead.kill()
+    holder(job).kill()
     several = [job("input()\nprint(attempt(), flush=True)\ninput()", SETTLE="1.5") for _ in range(6)]
     for process in several:
         process.stdin.write("\n")
@@ -167,22 +164,21 @@ def test_other_things_in_the_place_of_the_lock(tmp_path, job):
     """An empty file, as of a job killed while it wrote it, is taken over; a directory or a link is an error."""
     (tmp_path / "runs").mkdir()
     file = tmp_path / "runs" / ".lock"
-    for text in ("", "{", '{"id": 3, "attempts": []}', "[" * 9000):
-        file.write_text(text)
-        process = job(STALE="0.05", SETTLE="0.01")
-        assert said(process) == "held"
-        process.communicate("\n")
-    for make, words in ((file.mkdir, "Is a directory"), (lambda: file.symlink_to("/etc/passwd"), "symbolic links")):
+    process = job("while True:\n    input()\n    print(attempt(), flush=True)", STALE="0.05", SETTLE="0.01")
+    texts = "", "{", '{"id": 3, "attempts": []}', "[" * 9000
+    cases = [(partial(file.write_text, text), "held") for text in texts]
+    cases += [(file.mkdir, "Is a directory"), (partial(file.symlink_to, "/etc/passwd"), "symbolic links")]
+    for make, words in cases:
         make()
-        assert words in said(job())
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert words in said(process)
         file.rmdir() if file.is_dir() else file.unlink()
 
 
 def test_saves_of_two_jobs(tmp_path, job, capfd):
     """The second job's save is an error before it touches anything; reading needs no lock."""
-    runs = tmp_path / "runs"
-    first = job()
-    assert said(first) == "held"
+    runs, first = tmp_path / "runs", holder(job)
     words = rf"runs is in use by a job of train\.py \(process {first.pid} on"
     refuses(lambda: jzero.checkpoint.save({"x": jnp.ones(9)}, runs, "a"), words)
     refuses(lambda: build(LAYOUTS["one"], resume=runs), "is in use by")

@@ -1,5 +1,7 @@
 """Parameters to start from in an Orbax checkpoint of the user's own. Oracle: the values that Flax made."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,13 +107,18 @@ def halves(path, tree):
     return standard(path, jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, tree))
 
 
+def made(module):
+    return nnx.jit(lambda: module(nnx.Rngs(5)))()  # operation by operation it is many programs
+
+
+@cache
 def values(kind):
     """What the user saves, and the names and values of the model's parameters in it."""
     if kind == "linen":
-        variables = Dense().init(jax.random.key(5), X)
+        variables = jax.jit(Dense().init)(jax.random.key(5), X)
         plain = linen.meta.unbox(variables)
         return variables, named({**plain["params"], "batch_stats": plain["batch_stats"]})
-    module = {"net": Net, "deep": Deep}[kind](nnx.Rngs(5))
+    module = made({"net": Net, "deep": Deep}[kind])
     state = nnx.state(module)
     own = nnx.to_pure_dict(nnx.filter_state(state, nnx.Not(nnx.RngState)))
     if kind == "deep":
@@ -152,7 +159,7 @@ def test_no_leaf_is_ever_whole_on_a_device(steps, tmp_path, monkeypatch):
 
 
 def test_layers_that_became_a_stack(tmp_path):
-    tree = nnx.state(SmallGPT(nnx.Rngs(5)))
+    tree = nnx.state(made(SmallGPT))
     step = make_step(jzero.from_flax(SmallGPT, loss_fn, stack="blocks"), 2)
     state = step.init(KEY, standard(tmp_path / "saved", tree))
     expected, found = named(nnx.to_pure_dict(tree)), named(state.params)

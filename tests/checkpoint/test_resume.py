@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from functools import partial
 from itertools import product
 
 import chex
@@ -33,7 +34,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
     losses = [stopped.train_batch() for _ in range(SAVED)]
     stopped.save_checkpoint(tmp_path, client_state={"note": "here"})
     lost = [stopped.train_batch() for _ in range(2)]  # buffers that the snapshot was taken from
-    resumed = build(layout, noise=True, training_data=data(), resume=tmp_path, **more)
+    resumed = jzero.Engine(step, jax.random.key(0), jzero.data.DataLoader(data(), step), resume=tmp_path)
     assert resumed.client_state == {"note": "here"}
     assert (resumed.global_steps, resumed.global_samples) == (SAVED, SAVED * TRAIN)
     losses += [resumed.train_batch() for _ in range(STEPS - SAVED)]
@@ -58,7 +59,7 @@ def runs(tmp_path_factory):
             for step in range(SAVED):
                 engine.train_batch(batch(step))
             engine.save_checkpoint(directory, tag=name, client_state={"epoch": 7}).wait()
-            saved = jax.tree.map(jnp.copy, engine.state)
+            saved = jax.jit(partial(jax.tree.map, jnp.copy))(engine.state)
             losses = [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)]
             made[name] = engine, saved, losses, directory
         return made[name]
@@ -66,7 +67,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("source", "target"), keep(product(LAYOUTS, LAYOUTS), [("stage2", "gpipe")]))
+@pytest.mark.parametrize(("source", "target"), keep(product(LAYOUTS, LAYOUTS), [("stage1", "gpipe")]))
 def test_every_layout_loads_on_every_other(runs, source, target):
     """90 pairs, and each layout on itself."""
     _, saved, expected, directory = runs(source)
@@ -152,9 +153,11 @@ def scheduled(engine):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(runs, tmp_path_factory):
     """(the directory of a checkpoint, its engine)."""
-    directory, engine = tmp_path_factory.mktemp("run"), build(LAYOUTS["stage1"], training_data=data())
+    step = runs("stage1")[0].step_fn
+    engine = jzero.Engine(step, jax.random.key(0), jzero.data.DataLoader(data(), step))
+    directory = tmp_path_factory.mktemp("run")
     for _ in range(SAVED):
         engine.train_batch()
     engine.save_checkpoint(directory).wait()
@@ -277,9 +280,9 @@ def test_what_fits_of_another_model(run, tmp_path):
     words = r"another model or optimizer: .*params/ends/last is \(8, 8\), not \(8, 8, 1\)"
     refuses(lambda: engine.load_checkpoint(directory), words)
     engine.load_checkpoint(directory, load_module_strict=False)
-    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
-    np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
     jzero.checkpoint.save({"something": jnp.ones(3)}, tmp_path, "else").wait()
     words = "else has nothing for this model: its leaves are something"
     refuses(lambda: engine.load_checkpoint(tmp_path, "else", load_module_strict=False), words)
-    engine.train_batch(batch(1))  # its state is still there
+    # Its state is still there.
+    np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
+    np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))

@@ -5,12 +5,13 @@ import math
 import os
 import shutil
 import zlib
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from helpers.checkpoints import names
 from helpers.engines import engine as small_engine
 from helpers.engines import parts
 from helpers.refusals import refuses
@@ -26,14 +27,21 @@ from jzero.run.restore import describe_other_data
 ONE = LAYOUTS["one"]
 
 
-def names(path):
-    return {file.name for file in path.glob("[!.]*")}
+@cache
+def step():
+    return build(ONE).step_fn
+
+
+def resumed(path=None, training_data=None):
+    """An engine of one step for all, which is compiled once."""
+    loader = None if training_data is None else jzero.data.DataLoader(training_data, step())
+    return jzero.Engine(step(), jax.random.key(0), loader, resume=path)
 
 
 @pytest.fixture(scope="module")
 def engine():
     """An engine after its first step, which no test trains."""
-    made = build(ONE)
+    made = resumed()
     made.train_batch(batch(0))
     return made
 
@@ -41,7 +49,7 @@ def engine():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A directory with the checkpoints of three steps."""
-    path, made = tmp_path_factory.mktemp("saved"), build(ONE)
+    path, made = tmp_path_factory.mktemp("saved"), resumed()
     for step in range(3):
         made.train_batch(batch(step))
         made.save_checkpoint(path, client_state={"best": 2})
@@ -56,38 +64,37 @@ def runs(saved, tmp_path):
 
 
 def test_the_newest_that_can_be_read(runs, tmp_path, capfd):
-    build(ONE, resume=tmp_path / "new")
+    resumed(tmp_path / "new")
     assert f"no checkpoint in {tmp_path}/new yet: starting at step 0" in capfd.readouterr().out
     shutil.copytree(runs / "global_step3", runs / "global_step4")
     (runs / "global_step3" / "notes.json").write_text("{")
     (runs / "global_step4" / "state" / "manifest.ocdbt").write_bytes(b"")
     (runs / "global_step9.saving").mkdir()
 
-    def resumed(*faults):
-        assert build(ONE, resume=runs).global_steps == 2
+    def check(*faults):
+        assert resumed(runs).global_steps == 2
         out, said = capfd.readouterr()
         assert f"resumed from {runs}/global_step2: step 2" in out
         assert [words for words in faults if words not in said] == []
         assert said.count("skipped: ") == 3
-        return out
 
     damaged = f"skipped: checkpoint {runs}/global_step3 is damaged: notes.json"
-    resumed("global_step9.saving was not finished", f"skipped: reading {runs}/global_step4: ", damaged)
+    check("global_step9.saving was not finished", f"skipped: reading {runs}/global_step4: ", damaged)
     (runs / "global_step4" / "notes.json").unlink()  # a known fault is said too, though it is not tried
     shutil.rmtree(runs / "global_step3")
-    resumed("global_step3 does not exist, and latest names it", "global_step4 is not complete: notes.json")
+    check("global_step3 does not exist, and latest names it", "global_step4 is not complete: notes.json")
     (runs / "latest").write_text("global_step1")
-    build(ONE, resume=runs)
+    resumed(runs)
     assert "global_step2: step 2 (latest names global_step1)" in capfd.readouterr().out
 
     for tag in ("global_step1", "global_step2"):
         (runs / tag / "notes.json").unlink()
     with pytest.raises(jzero.CheckpointError, match=r"none of the 3 checkpoints in .* can be read"):
-        build(ONE, resume=runs)
+        resumed(runs)
     for path in runs.glob("global_step*"):
         shutil.rmtree(path)
     with pytest.raises(jzero.CheckpointError, match="global_step1 does not exist, and latest names it"):
-        build(ONE, resume=runs)
+        resumed(runs)
 
 
 @pytest.mark.slow
@@ -114,7 +121,7 @@ def test_what_others_left_is_neither_taken_nor_removed(engine, tmp_path):
         (tmp_path / name / "state").mkdir()
     (tmp_path / "latest").write_text("global_step1")
     with pytest.raises(jzero.CheckpointError, match="global_step1 is not a jzero checkpoint, and latest names it"):
-        build(ONE, resume=tmp_path)
+        resumed(tmp_path)
     for tag, place in (("global_step1",) * 2, ("x", r"x\.saving"), ("y", r"y\.replaced"), ("z", "z"), ("w", "w")):
         words = f"{place} exists and is not a jzero checkpoint: choose another"
         refuses(lambda tag=tag: engine.save_checkpoint(tmp_path, tag), words)
@@ -127,7 +134,7 @@ def test_what_others_left_is_neither_taken_nor_removed(engine, tmp_path):
     assert all((tmp_path / file).exists() for file in others)
     (tmp_path / "latest").write_text("global_step1")
     shutil.rmtree(tmp_path / "w")
-    assert build(ONE, resume=tmp_path).global_steps == 1
+    assert resumed(tmp_path).global_steps == 1
 
 
 def test_a_damaged_latest(engine, runs, capfd):
@@ -149,7 +156,7 @@ def test_a_damaged_latest(engine, runs, capfd):
         assert f"{runs} has no default checkpoint (its " in text
         assert "choose a tag: global_step3, global_step2, global_step1" in text
         capfd.readouterr()
-        assert build(ONE, resume=runs).global_steps == 3
+        assert resumed(runs).global_steps == 3
         (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("jzero: ")]
         assert line.startswith(f"jzero: skipped: {runs}: its ")
         assert words in line
@@ -164,7 +171,7 @@ def test_the_home_directory(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     build(ONE, resume="auto", checkpoint={"dir": "~/runs"}).save_checkpoint().wait()
     assert engine.save_checkpoint("~/others").wait().parent == tmp_path / "others"
-    assert build(ONE).load_checkpoint("~/runs")[0] == str(tmp_path / "runs" / "global_step0")
+    assert resumed().load_checkpoint("~/runs")[0] == str(tmp_path / "runs" / "global_step0")
 
 
 def test_what_is_no_directory(engine):
@@ -189,10 +196,10 @@ def test_any_kind_of_random_key(tmp_path):
         stopped.train_batch(batch(step))
     stopped.save_checkpoint(tmp_path)
     for kind in ("rbg", "threefry2x32"):
-        resumed = built(4, kind, resume=tmp_path)
-        assert_same(resumed.state, stopped.state)
-        assert str(jax.random.key_impl(resumed.state.rng)) == "rbg"
-    assert float(resumed.train_batch(batch(2))) == float(straight.train_batch(batch(2)))
+        later = built(4, kind, resume=tmp_path)
+        assert_same(later.state, stopped.state)
+        assert str(jax.random.key_impl(later.state.rng)) == "rbg"
+    assert float(later.train_batch(batch(2))) == float(straight.train_batch(batch(2)))
 
 
 def test_no_run_starts_from_scratch_in_silence(runs):
@@ -210,7 +217,7 @@ def test_no_run_starts_from_scratch_in_silence(runs):
 @pytest.fixture(scope="module")
 def fed(tmp_path_factory):
     """A directory with two checkpoints of a run with training data."""
-    path, made = tmp_path_factory.mktemp("fed"), build(ONE, training_data=data())
+    path, made = tmp_path_factory.mktemp("fed"), resumed(training_data=data())
     made.train_batch()
     for tag in ("global_step1", "global_step2"):
         made.save_checkpoint(path, tag).wait()
@@ -229,19 +236,19 @@ def test_other_data_are_said(fed, capfd, pytestconfig):
     assert words in capfd.readouterr().err
 
 
-def test_the_directory_of_the_config(tmp_path, monkeypatch):
+def test_the_directory_of_the_config(saved, tmp_path, monkeypatch):
     section = {"checkpoint": {"dir": str(tmp_path / "runs"), "max_to_keep": 1}}
     engine = build(ONE, resume="auto", **section)
-    for step in range(2):
-        engine.train_batch(batch(step))
-        engine.save_checkpoint(client_state={"best": step})
+    for tag in ("global_step1", "global_step2"):
+        engine.load_checkpoint(saved, tag)
+        engine.save_checkpoint()
     engine.save_checkpoint(tag="mine").wait()
     assert names(tmp_path / "runs") == {"global_step2", "latest", "ledger.jsonl", "mine"}
     monkeypatch.setenv("JZERO_RESUME", "auto")  # by `jzero --resume`
-    resumed = build(ONE, **section)
-    assert resumed.global_steps == 2
+    again = build(ONE, **section)
+    assert again.global_steps == 2
     words = "this run was resumed at step 2 and would start at step 0 again"
-    refuses(lambda: resumed.load_weights(tmp_path), words)
+    refuses(lambda: again.load_weights(tmp_path), words)
     assert build(ONE, resume=False, **section).global_steps == 0
     assert engine.load_checkpoint()[0] == str(tmp_path / "runs" / "mine")
 
@@ -306,13 +313,13 @@ def test_crafted_notes_hide_no_other_checkpoint(fed, tmp_path, capfd, fault):
         text = json.dumps({"crc32": zlib.crc32(inner.encode()), "notes": 0}).replace("0}", inner + "}") + "\n"
     file.unlink()
     file.write_text(text) if place else os.mkfifo(file)
-    resumed = build(ONE, resume=runs, training_data=data())
+    again = resumed(runs, data())
     out, err = capfd.readouterr()
     assert f"resumed from {runs}/global_step1" in out
     (line,) = [line for line in err.splitlines() if "skipped" in line]
     assert f"checkpoint {runs}/global_step2" in line
-    resumed.save_checkpoint(runs, "global_step2").wait()  # replaces it, and is the newest
-    build(ONE, resume=runs, training_data=data())
+    again.save_checkpoint(runs, "global_step2").wait()  # replaces it, and is the newest
+    resumed(runs, data())
     assert f"resumed from {runs}/global_step2" in capfd.readouterr().out
 
 

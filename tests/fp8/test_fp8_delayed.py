@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-from collections import defaultdict
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -50,25 +48,33 @@ def started(model="llama", params=None, **layout):
 @hypothesis_settings(max_examples=30)
 @given(st.lists(st.floats(2.0**-126, float(np.finfo(np.float32).max), width=32), min_size=5, max_size=5))
 def test_the_bound_of_summed_counts_is_that_of_the_largest(numbers):
-    counts = exponent_one_hot(jnp.array(numbers, jnp.float32)).sum(0)
     expected = min(above(max(numbers)), 2.0**127)
-    assert float(bound(counts)) == expected
-    assert float(bound(counts.astype(jnp.bfloat16))) == expected  # as a sum of gradients may be
+    assert bounds(np.float32(numbers)) == [expected] * 2
+
+
+@jax.jit
+def _bounds(numbers):
+    counts = exponent_one_hot(numbers).sum(0)
+    return bound(counts), bound(counts.astype(jnp.bfloat16))  # as a sum of gradients may be
+
+
+def bounds(numbers):
+    return [float(x) for x in _bounds(numbers)]
 
 
 def test_a_history_forgets():
     for nothing in (0, np.inf):  # a step with an infinity changes nothing
-        assert float(bound(exponent_one_hot(jnp.float32(nothing)))) == 0
-    seen = initial_history(jnp.full((1, 8, 8), 0.75), 2)
+        assert bounds(np.float32([nothing] * 5)) == [0, 0]
+    seen = jax.jit(initial_history, static_argnums=1)(np.full((1, 8, 8), 0.75, np.float32), 2)
     np.testing.assert_array_equal(seen[0], [[0, 0], [0, 0], [1, 0]])
+    scaled = jax.jit(lambda seen, gradients: scales(seen[0], gradients), static_argnums=1)
     for gradients, before in ((E5M2, 2.0**15 * 2**6), (E4M3, 2.0**8 * 2**12)):  # before a step has seen any
-        np.testing.assert_array_equal(scales(seen[0], gradients), [2.0 ** (8 - 4), before, 2.0**8])
+        np.testing.assert_array_equal(scaled(seen, gradients), [2.0 ** (8 - 4), before, 2.0**8])
+    moved = jax.jit(lambda seen, largest: advance({"w": seen}, {"w": exponent_one_hot(largest)}, ())["w"])
     # largest element of a step, bound of activations and gradients, bound of weights
     for largest, expected, of_weights in ((5.0, 8.0, 8.0), (0.3, 8.0, 8.0), (0.1, 0.5, 0.5)):
-        counts = {"w": exponent_one_hot(jnp.full((1, 3), largest))}
-        seen = advance({"w": seen}, counts, ())["w"]
-        found = scales(seen[0], E4M3)
-        np.testing.assert_array_equal(found, 256 / np.array([expected, expected, of_weights]))
+        seen = moved(seen, np.full((1, 3), largest, np.float32))
+        np.testing.assert_array_equal(scaled(seen, E4M3), 256 / np.array([expected, expected, of_weights]))
 
 
 @pytest.mark.slow
@@ -77,7 +83,7 @@ def test_a_step_by_known_scales(bounds):
     """The first bounds are below the maxima, so that much is clipped; plain JAX rounds by the same scales."""
     step, state = started()
     x, g, w = bounds
-    known, expected = reference("llama", scales=(256 / x, 2.0**15 / g, 256 / w))
+    known, expected, _ = reference("llama", scales=(256 / x, 2.0**15 / g, 256 / w))
     by_maxima = reference("llama")[1]
     assert state.fp8.keys() == KERNELS
     fp8 = {name: jnp.broadcast_to(jnp.float32(bounds)[:, None], x.shape) for name, x in state.fp8.items()}
@@ -89,15 +95,6 @@ def test_a_step_by_known_scales(bounds):
     apart = [d for name, d in distances(by_maxima, expected).items() if name in KERNELS]
     assert max(matrices) < 3e-4
     assert max(apart) > (0.1 if x < 1 else 1e-3)  # the scales matter
-
-
-@lru_cache
-def noted():
-    """The maxima of the first step by plain JAX: module -> [layers, (x, g)], the last layer first."""
-    found = defaultdict(list)
-    reference("llama", note=lambda name, x, g: found[name].append((float(x), float(g))))
-    jax.effects_barrier()
-    return {name: np.array(found[name.split("/")[2]][:2]) for name in KERNELS}
 
 
 LAYOUTS = [
@@ -123,10 +120,10 @@ def test_a_step_notes_what_it_saw(layout):
         assert not np.asarray(state.fp8[name])[:, :2].any()
     state, metrics = step(state, batches("llama")[0])
     assert not bool(metrics["skipped"])
-    off = []
+    off, noted = [], reference("llama")[2]
     for name, found in jax.device_get(state.fp8).items():
         np.testing.assert_array_equal(found[:, 2, 0], above(weights[name]))
-        off.append(np.log2(found[:, :2, 0] / above(noted()[name][::-1])))
+        off.append(np.log2(found[:, :2, 0] / above(noted[name.split("/")[2]][::-1])))
     assert np.abs(off).max() <= 1, off
     assert np.count_nonzero(off) <= (6 if "tensor" in layout else 2), off
 

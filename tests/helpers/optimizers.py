@@ -67,7 +67,7 @@ def make(name, params, stacked=STACKED, **more):
 
 def tree(seed, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    normal = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
     stack = {"w": normal(LAYERS, 8, 16), "up": normal(LAYERS, 16, 8), "b": normal(LAYERS, 16)}
     return {"embed": normal(24, 8), "stack": stack, "head": normal(8, 24)}
 
@@ -89,12 +89,15 @@ def owned(state, params):
 
 
 def train(tx, params, grads):
-    state = tx.init(params)
-    update = jax.jit(tx.update)
+    @jax.jit
+    def step(params, state, grad):
+        updates, state = tx.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
     for grad in grads:
-        updates, state = update(grad, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+        params, state = step(params, state, grad)
+    return jax.device_get((params, state))
 
 
 def assert_close(a, b, rtol=1e-6, atol=1e-6):

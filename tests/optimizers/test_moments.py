@@ -37,7 +37,7 @@ def _moments_of_small_models(monkeypatch):
 
 def config_of(stage, state_dtype="fp8", kind="AdamW", **more):
     optimizer = {"type": kind, "params": {"lr": 1e-2}, "state_dtype": state_dtype}
-    return settings(len(BATCH["inputs"]), stage, optimizer=optimizer) | more
+    return settings(len(BATCH["inputs"]), stage, optimizer=optimizer, stack={"unroll": False}) | more
 
 
 def make_step(*given, devices=None, **more):
@@ -98,12 +98,13 @@ def test_large_moments_are_in_fp8_and_the_others_in_float32():
 
 def test_a_step_again_rounds_the_same_and_the_next_one_anew():
     step = shared_step(3, "bf16")
-    state = step.init(jax.random.key(0))
-    first, again, later = (
-        step(dataclasses.replace(jax.tree.map(jnp.copy, state), step=state.step + i), BATCH)[0].opt_state
-        for i in (0, 0, 1)  # the same gradients
-    )
-    pairs = [x for x in zip(*map(jax.tree.leaves, (first, again, later)), strict=True) if x[0].dtype.itemsize < 4]
+
+    def moments_of(number):  # of a step with the same gradients
+        state = step.init(jax.random.key(0))
+        state = dataclasses.replace(state, step=state.step + number)
+        return jax.tree.leaves(jax.device_get(step(state, BATCH)[0].opt_state))
+
+    pairs = [x for x in zip(*map(moments_of, (0, 0, 1)), strict=True) if x[0].dtype.itemsize < 4]
     assert pairs
     assert all((a == b).all() for a, b, _ in pairs)
     assert all((a != c).mean() > 0.2 for a, _, c in pairs)
@@ -172,7 +173,7 @@ def test_rounding_moves_nothing_but_maxima_and_the_state_is_smaller():
     shapes = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in BATCH.items()}
     found = {}
     for dtype in ("fp32", "bf16", "fp8"):
-        step = make_step(1, dtype, devices=gpu_devices("h100", 4))
+        step = make_step(1, dtype, devices=gpu_devices("h100", 4), stack={"unroll": True})
         large = [x for x in jax.tree.leaves(step.state_shapes.opt_state) if x.size >= SMALL]
         size = sum(x.size * x.dtype.itemsize for x in large)
         found[dtype] = collectives(step.lower(shapes).compile(), step.mesh), size
@@ -251,7 +252,7 @@ FORMATS = {
 def test_one_of_the_two_neighbours_and_the_mean_is_the_number(name):
     rounded, neighbours, x = FORMATS[name]
     x, many = x.astype(np.float32), 20_000
-    found = np.asarray(rounded(jnp.tile(x, (many, 1))), np.float64)  # [many, 64]
+    found = np.asarray(rounded(np.tile(x, (many, 1))), np.float64)  # [many, 64]
     toward, beyond = neighbours(x)
     assert ((found == toward) | (found == beyond)).all()
     above = toward != 0  # only 0 becomes 0, so below the smallest number all are that
@@ -264,30 +265,29 @@ def test_one_of_the_two_neighbours_and_the_mean_is_the_number(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_bits_do_not_depend_on_the_layout(name):
-    rounded, x = FORMATS[name][0], jnp.asarray(np.random.default_rng(1).normal(size=(16, 24)), jnp.float32)
+    rounded, x = FORMATS[name][0], np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
     mesh = jzero.make_mesh(zero=8)
     for spec in (P("zero"), P(None, "zero")):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
-        assert (jax.jit(rounded)(placed) == rounded(x)).all()
+        np.testing.assert_array_equal(jax.jit(rounded)(placed), rounded(x))
 
 
 def test_numbers_of_bfloat16_stay():
     x = np.array(
         [0.0, -0.0, 1.0, -3.0, np.inf, -np.inf, np.nan, 2.0**-126, ml_dtypes.finfo("bfloat16").max], np.float32
     )
-    found = np.asarray(to_16_bits(jnp.asarray(x)), np.float32)
+    found = np.asarray(to_16_bits(x), np.float32)
     np.testing.assert_array_equal(found, x)
     assert np.signbit(found[1])
 
 
 def test_zeros_largest_numbers_and_what_is_not_finite():
-    assert (to_8_bits(jnp.zeros(8)) == 0).all()
-    for largest in (1.0, 1.9999999, 2e38, 1e-37):
-        x = jnp.float32([largest, -largest, 0])
+    for largest in (0, 1.0, 1.9999999, 2e38, 1e-37):
+        x = np.float32([largest, -largest, 0])
         np.testing.assert_allclose(to_8_bits(x), x, rtol=0.25)
     of_gpus = np.uint32(0x7FFFFFFF).view(np.float32)  # NaN as their arithmetic returns it
     for bad in (jnp.nan, of_gpus, jnp.inf, -jnp.inf):
-        assert jnp.isnan(to_8_bits(jnp.float32([1.0, 0.0, bad]))).all()
+        assert np.isnan(to_8_bits(np.float32([1.0, 0.0, bad]))).all()
 
 
 def test_without_random_bits_the_nearest_number_and_each_layer_has_a_scale():
@@ -304,13 +304,14 @@ def test_without_random_bits_the_nearest_number_and_each_layer_has_a_scale():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2])
 def test_moments_and_parameters_have_random_bits_of_their_own(dtype):
     """Two parameters with one gradient: six moments halfway between two bfloat16 numbers."""
-    params = {"a": jnp.zeros(MANY), "b": jnp.zeros(MANY)}
+    params = dict.fromkeys("ab", np.zeros(MANY, np.float32))
     middle, top = (1.125, 1.25) if dtype == jnp.float8_e5m2 else (1 + 1 / 256, 1 + 1 / 128)
-    grads = jax.tree.map(lambda x: x.at[:].set(middle).at[0].set(top), params)
+    grads = dict.fromkeys(params, np.float32([top] + [middle] * (MANY - 1)))
     tx = in_fp32(optax.chain(*[optax.trace(0.5)] * 3), state_format(dtype))
-    _, state = tx.update(grads, tx.init(params), params, rounding=KEY)
+    _, state = jax.jit(lambda grads: tx.update(grads, tx.init(params), params, rounding=KEY))(grads)
     found = jax.tree.leaves(getattr(state, "codes", state))
     assert [x.dtype for x in found] == [dtype] * 6
+    found = [np.asarray(x, np.float32) for x in found]
     for i, x in enumerate(found):
         assert 0.45 < float((x == x[1:].max()).mean()) < 0.55
         for other in found[:i]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import on_gpu
+from helpers.named_models import model_of
 from helpers.optimizers import CASES, IDS, owned
 from helpers.oracle import stacked_loss, train
 from helpers.programs import pairs
@@ -21,7 +22,7 @@ import jzero
 from jzero.optimizers import Placement
 from jzero.optimizers.muon import Matrices, orthogonalised
 from jzero.planner import collectives, gpu_devices
-from models.llama import Llama, LlamaConfig
+from models.llama import LlamaConfig
 
 DEVICES, LAYERS, STEPS = 8, 2, 3
 
@@ -178,7 +179,7 @@ def test_two_all_to_alls_for_each_shape_and_none_in_the_iteration(sizes, stage, 
     }  # fmt: skip
     shape = LlamaConfig(DEPTH, WIDTH, HEADS, KV_HEADS, HIDDEN, vocab_size=256, attention="xla")
     mesh = jzero.make_mesh(config, devices=gpu_devices("h100", int(np.prod([*sizes.values()]))))
-    step = jzero.make_train_step(jzero.from_flax(lambda rngs: Llama(shape, rngs=rngs)), config, mesh=mesh)
+    step = jzero.make_train_step(model_of(shape), config, mesh=mesh)
     program = step.lower(pairs(step.batch_sizes.train, 64)).compile()
     found = Counter()
     for row in collectives(program, mesh):
