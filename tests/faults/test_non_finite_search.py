@@ -21,12 +21,12 @@ from helpers.planted_faults import (
     config,
     engine_of,
     found_by,
+    new_params,
     put,
     replicas_of,
     rows,
     step_of,
     train,
-    values,
 )
 from helpers.reference import LR, Layout, assert_bitwise, batches, leaves, model
 from helpers.sampling import keep
@@ -54,7 +54,7 @@ def says(engine, batches, *words):
 
 
 def two_replicas(model=None, settings=None):
-    params = None if model is LINEAR else values()
+    params = None if model is LINEAR else new_params()
     return jzero.initialize(model=model or Net(), config=settings or config(1), mesh=mesh(2), params=params)[0]
 
 
@@ -83,7 +83,7 @@ def test_a_bad_sample_of_the_training_data_has_its_index(layout):
     data = rows(0, 10 * MICRO * ACCUM * replicas_of(layout))
     data["x"][77] = np.nan
     loader = jzero.data.DataLoader(data, step_of(layout))
-    engine = jzero.Engine(loader.step, jax.random.key(0), loader, params=values())
+    engine = jzero.Engine(loader.step, jax.random.key(0), loader, params=new_params())
     text = says(engine, [None] * 11, "the batch itself is not finite: x")
     assert re.search(r"row \d+ of the global batch, sample 77 of training_data", text)
     number = int(re.match(r"step (\d+)", text)[1])

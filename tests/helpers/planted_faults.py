@@ -63,14 +63,14 @@ def step_of(layout):
     return jzero.make_train_step(Net(), config(stage, stack={"unroll": unroll}), mesh=mesh)
 
 
-def values():
+def new_params():
     """The parameters of a new network; to draw them with JAX takes longer to compile than a step."""
     params = random_params(Net())
     return params | {"stack": params["stack"] | {name: np.zeros(LAYERS, np.float32) for name in ("gain", "root")}}
 
 
 def engine_of(layout):
-    return jzero.Engine(step_of(layout), jax.random.key(0), params=values())
+    return jzero.Engine(step_of(layout), jax.random.key(0), params=new_params())
 
 
 def rows(seed, n):

@@ -33,7 +33,7 @@ def started(model, config, mesh=None):
     return step, step.init(jax.random.key(0))
 
 
-def filled(model, config, mesh=None):
+def started_with_numpy(model, config, mesh=None):
     """Like `started`, from `random_params`."""
     step = jzero.make_train_step(model, config, mesh=mesh)
     return step, step.init(jax.random.key(0), random_params(model))

@@ -109,7 +109,7 @@ def linen_loss(module, batch):
 
 
 PACKED = LlamaConfig(2, WIDTH, 4, 2, 2 * WIDTH, vocab_size=VOCAB, attention="xla")  # reads the segments
-ODD = dataclasses.replace(PACKED, vocab_size=VOCAB + 3, num_kv_heads=1)  # 2 divides neither
+ODD = dataclasses.replace(PACKED, vocab_size=VOCAB + 3)
 MORE = {"qkv_bias": True, "qk_norm": "shared", "norms": "both", "lora": LoRAConfig(4, 8, "all-linear")}
 BLOCKS = (2, WIDTH, 4, 2 * WIDTH)
 TEXT = {"vocab_size": VOCAB, "max_positions": SEQUENCE, "attention": "xla"}
@@ -124,6 +124,7 @@ ZOO = {
     "four": (Llama, dataclasses.replace(PACKED, num_layers=4)),
     "ring": (Llama, dataclasses.replace(PACKED, num_heads=2, attention="cudnn")),
     "odd": (Llama, ODD),
+    "odd heads": (Llama, dataclasses.replace(ODD, num_kv_heads=1)),  # 2 divides neither
     "odd, tiled": (Llama, dataclasses.replace(ODD, loss_tiles=2, mlp_tiles=2)),
     "gpt2": (GPT2, GPT2Config(*BLOCKS, **TEXT)),
     "bert": (Bert, BertConfig(*BLOCKS, **TEXT)),

@@ -147,6 +147,7 @@ def test_every_matrix_is_numpys(dtype, error):
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=shape).astype(np.float32) for shape, _ in GIVEN]
     placement = Placement(mesh, {str(i): spec for i, (_, spec) in enumerate(GIVEN)})
+    assert Placement(mesh, {"a": P("zero")}).axes("a", 2) == (("zero",), ())
 
     @jax.jit
     def run(*xs):

@@ -31,6 +31,7 @@ TENSOR = [
     ("gpt2", {"tensor": 4, "zero": 2, "stage": 1}),
     ("bert", {"tensor": 2}),
     ("vit", {"tensor": 2, "zero": 2, "stage": 3}),
+    ("odd heads", {"tensor": 2, "zero": 2, "stage": 3, "unroll": False}),
 ]
 CONTEXT = [
     ("nnx", {"context": 8, "stage": 3}),

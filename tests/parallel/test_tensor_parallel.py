@@ -87,7 +87,7 @@ def lines_of(step):
 
 def test_the_report_names_the_price():
     """Of the model that `test_one_device` trains."""
-    found = lines_of(make_step("odd", tensor=2, zero=2, stage=3, unroll=False))
+    found = lines_of(make_step("odd heads", tensor=2, zero=2, stage=3, unroll=False))
     assert len(found) == len(PRICES)
     for (parameter, size), (price, fits) in PRICES.items():
         line = found[f"mesh.tensor = 2 does not divide the {size} of {parameter}"]

@@ -21,9 +21,9 @@ from helpers.planted_faults import (
     config,
     engine_of,
     found_by,
+    new_params,
     put,
     rows,
-    values,
 )
 from helpers.refusals import refuses
 from helpers.sampling import keep
@@ -116,7 +116,7 @@ def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, mo
     else:
         monkeypatch.setattr(watch, "share_problem", lambda topic, problem, timeout: problem or "no memory")
     settings = config(0, checkpoint={"dir": str(tmp_path / "run")})
-    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh(1), params=values())[0]
+    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh(1), params=new_params())[0]
     change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
     engine.train_batch(rows(0, MICRO * ACCUM))
     text = error_of(engine, rows(1, MICRO * ACCUM))

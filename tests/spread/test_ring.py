@@ -139,10 +139,13 @@ WHOLE = {  # changes of `attend`, and operands: what allows no ring runs on whol
 }
 
 
-@pytest.mark.parametrize("case", WHOLE)
-def test_what_allows_no_ring_runs_on_whole_arrays(case):
+NUMBERS = [*((case, True) for case in WHOLE), *((case, False) for case in ("window", "keys", "heads"))]
+
+
+@pytest.mark.parametrize(("case", "numbers"), keep(NUMBERS, [x for x in NUMBERS if x[1] == (x[0] in ("odd", "bias"))]))
+def test_what_allows_no_ring_runs_on_whole_arrays(case, numbers):
     more, of = WHOLE[case]
-    if case in ("odd", "bias"):
+    if numbers:
         moves, whole = compare(attend(**more), attend(implementation="xla", **more), *operands(*of))
     else:  # the same way; nothing runs
         arrays, forms, degrees = operands(*of)

@@ -13,7 +13,7 @@ from helpers.drawn import random_params
 from helpers.plain_flax import dense
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import compare, filled, mesh, run, settings
+from helpers.steps import compare, mesh, run, settings, started_with_numpy
 
 import jzero
 
@@ -79,8 +79,7 @@ def test_the_three_call_loop_takes_it(outside):
 
     model = nnx_student(None, criterion=criterion) if outside else nnx_student()
     step, params = jzero.make_train_step(model, config(accum=2), mesh=mesh()), random_params(model)
-    one, other = (jzero.Engine(step, jax.random.key(0)) for _ in range(2))
-    one.state, other.state = (step.init(jax.random.key(0), params) for _ in range(2))
+    one, other = (jzero.Engine(step, jax.random.key(0), params=params) for _ in range(2))
 
     def forward(x, extra):
         return other.loss(other(x), x, extra) if outside else other({"x": x}, extra=extra)
@@ -105,7 +104,7 @@ def test_the_three_call_loop_takes_it(outside):
 
 
 def test_what_is_refused():
-    step, state = filled(nnx_student(), config(), mesh())
+    step, state = started_with_numpy(nnx_student(), config(), mesh())
     for extra, words in (
         ({"teacher": "t5"}, r"extra: leaf 'teacher' is 't5': pass arrays and numbers"),
         (jax.device_put(np.ones(3), jax.devices()[7]), r"extra: leaf 'extra' is on 1 devices.*has 4"),
@@ -113,7 +112,7 @@ def test_what_is_refused():
     ):
         with pytest.raises((jzero.ConfigError, OverflowError), match=words):
             step(state, BATCH, extra)
-    takes_none, state = filled(nnx_student(lambda m, b: m(b["x"]).mean()), config(), mesh())
+    takes_none, state = started_with_numpy(nnx_student(lambda m, b: m(b["x"]).mean()), config(), mesh())
     refuses(lambda: takes_none(state, BATCH, 1.0), r"write def loss_fn\(module, batch, extra\)")
     refuses(linen_student, r"loss_fn failed without its extra .*pass example_extra")
     refuses(lambda: nnx_student(example_extra=TEACHERS[0]), "example_extra is for a Linen module")
@@ -181,7 +180,7 @@ def test_a_contrastive_loss_with_a_factor_after_a_pipeline():
 
     odd = [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 4)]
     model = jzero.PipelineModule(odd, loss_fn=loss, example_batch=(X[0], Y[0]))
-    step, state = filled(model, config(), mesh(2, pipe=2))
+    step, state = started_with_numpy(model, config(), mesh(2, pipe=2))
     _, metrics = step(state, (X[0], Y[0]), np.float32(0.5))
     layers = random_params(model)["layers"]
     out = dense(layers["2"], np.tanh(dense(layers["0"], X[0])))

@@ -7,7 +7,7 @@ from flax import nnx
 from helpers.drawn import random_params
 from helpers.named_models import model_of
 from helpers.refusals import refuses
-from helpers.steps import filled
+from helpers.steps import started_with_numpy
 
 import jzero
 from models.bert import BertConfig
@@ -108,7 +108,7 @@ def test_the_engine_refuses_it_before_its_first_step():
 )
 def test_only_the_first_batch_is_checked(way):
     """With a criterion the module gets what its call gets: the inputs."""
-    step, state = filled(jzero.from_flax(Checked, **way), SETTINGS)
+    step, state = started_with_numpy(jzero.from_flax(Checked, **way), SETTINGS)
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     checked.clear()
     for _ in range(2):

@@ -129,7 +129,8 @@ CUT = {"tensor of 4": 2, "tensor and zero3": 1, "context, scanned": 1, "pipe and
 @pytest.mark.parametrize("layout", keep(CUT, ["all, scanned"]))
 def test_tensor_divides_the_caches_heads(layout):
     """Keys and values of this device's heads alone, and nothing gathers those of a cache; four do not divide two."""
-    shapes = kept_or_gathered(*laid_out("everything", layout), np.zeros((6, S), np.int32), np.zeros(6, np.int32))
+    six = np.zeros((6, S), np.int32), np.zeros(6, np.int32)  # five rows, padded to what the replicas divide
+    shapes = kept_or_gathered(*laid_out("everything", layout), *six)
     assert {shape[-2] for shape in shapes if shape[-3:-2] == (S + NEW,)} == {CUT[layout]}
 
 
@@ -159,12 +160,11 @@ def test_samples_follow_the_distribution(temperature, top_k, top_p):
 
 @pytest.mark.parametrize("value", [1e-38, 1e-42, 1e-60])  # the smallest normal float32 is 1.2e-38
 def test_tiny_values_are_greedy(value):
-    logits = np.tile(
-        10 * np.arange(61, dtype=np.float32), (4000, 1)
-    )  # over the smallest normal number most are infinite
-    for temperature, top_k, top_p in ((value, None, None), (1.0, 2**40, value)):
+    logits = np.tile(np.arange(61, dtype=np.float32), (4000, 1))
+    # 10 over the smallest normal number is infinite; 0.1 apart, only top_p makes samples greedy.
+    for apart, temperature, top_k, top_p in ((10, value, None, None), (0.1, 1.0, 2**40, value)):
         sampling = _sampling(1, jax.random.key(0), temperature, top_k, top_p, eos=None, pad=None)
-        assert (jax.jit(sample_tokens)(logits, np.arange(4000), 0, sampling) == 60).all()
+        assert (jax.jit(sample_tokens)(np.float32(apart) * logits, np.arange(4000), 0, sampling) == 60).all()
 
 
 @functools.cache

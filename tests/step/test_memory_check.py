@@ -175,7 +175,10 @@ def test_copies_become_shards_first(monkeypatch):
 
 
 def test_more_of_what_is_enough_is_left_out(monkeypatch):
-    """A micro-batch of 4 fits, so one of 2 tells nothing; two are enough. What needs more anyway is not compiled."""
+    """A micro-batch of 4 fits, so one of 2 tells nothing; two are enough.
+
+    What needs more anyway is not compiled; what is no policy is left out.
+    """
     half, quarter = (dict(zip((MICRO, ACCUM), sizes, strict=True)) for sizes in ((4, 2), (2, 4)))
     full, wrong, more = ({"activation_checkpointing.policy": policy} for policy in ("full", "none of these", "matmuls"))
     candidates = [half, quarter, {"zero_optimization.stage": 0}, wrong, full, more]

@@ -60,9 +60,9 @@ STEPS = st.lists(st.sampled_from([(True, True), (True, True), (False, True), (Tr
 
 
 @partial(jax.jit, static_argnames=("dynamic", "consecutive"))
-def scan(finite, **settings):
+def scan(finite, **numbers):
     """The state after each step; a program for all settings that are numbers."""
-    scaler = Scaler(**settings)
+    scaler = Scaler(**numbers)
 
     def step(state, finite):
         state = scaler.update(state, finite)

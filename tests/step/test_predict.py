@@ -13,7 +13,7 @@ from helpers.named_models import model_of
 from helpers.plain_flax import dense
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
-from helpers.steps import filled, mesh, settings
+from helpers.steps import mesh, settings, started_with_numpy
 
 import jzero
 from models.llama import LlamaConfig
@@ -94,7 +94,7 @@ def test_a_call_is_told_whether_it_trains():
 
 def test_an_nnx_call_is_told_too():
     model = jzero.from_flax(Called, squares)
-    step, state = filled(model, config(), mesh())
+    step, state = started_with_numpy(model, config(), mesh())
     assert_close(step.predict(state, X[:5]), dense(random_params(model)["linear"], X[:5]))
 
 
@@ -107,7 +107,7 @@ DECODERS = [(3, 1, SCANNED), (1, 2, INTERLEAVED)]
 @pytest.mark.parametrize(("stage", "pipe", "more"), some(DECODERS, DECODERS[:1]))
 def test_logits_of_a_decoder(stage, pipe, more):
     model = model_of(LLAMA)
-    step, state = filled(model, config(stage, **more), mesh(2, pipe=pipe))
+    step, state = started_with_numpy(model, config(stage, **more), mesh(2, pipe=pipe))
     last = jzero.make_eval_step(
         model, lambda module, x, batch: x.x_BSD[:, -1], config(stage, **more), mesh=mesh(2, pipe=pipe)
     )
@@ -126,7 +126,7 @@ def test_outputs_of_a_pipeline_module(equal, pipe):
         loss_fn=lambda out, labels: jnp.mean((out - labels) ** 2),
         example_batch=(X, X[:, : 4 if equal else 3]),
     )
-    step, state = filled(model, config(), mesh(2, pipe=pipe))
+    step, state = started_with_numpy(model, config(), mesh(2, pipe=pipe))
     assert_close(step.predict(state, X[:9]), plain(model, random_params(model), X[:9]))
 
 
@@ -137,7 +137,8 @@ def hits(module, batch):
 
 
 def test_metrics_of_a_data_set_whose_last_batch_is_small():
-    evaluate, (_, state) = jzero.make_eval_step(NET, hits, config(3), mesh=mesh()), filled(NET, config(3), mesh())
+    evaluate = jzero.make_eval_step(NET, hits, config(3), mesh=mesh())
+    _, state = started_with_numpy(NET, config(3), mesh())
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(45, 4)).astype(np.float32), rng.integers(0, 3, 45).astype(np.int32)
     right = np.asarray(plain(NET, random_params(NET), x)).argmax(-1) == y
@@ -174,9 +175,9 @@ def test_what_is_refused():
         (jzero.from_flax(Deep), r"outputs\(x, batch\)"),
         (CELL, r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"),
     ):
-        step, state = filled(model, config(), mesh())
+        step, state = started_with_numpy(model, config(), mesh())
         refuses(lambda step=step, state=state: step.predict(state, X), words)
-    _, state = filled(NET, config(3), mesh())
+    _, state = started_with_numpy(NET, config(3), mesh())
     total = jzero.make_eval_step(NET, lambda m, b: m(b).sum(), config(3), mesh=mesh())
     wide = jzero.make_eval_step(NET, lambda m, b: {"logits": m(b)}, config(3), mesh=mesh())
     refuses(lambda: total(state, X), r"has shape \(\) for 2 rows")

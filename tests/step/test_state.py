@@ -11,7 +11,7 @@ from helpers.drawn import random_params
 from helpers.plain_flax import Normed, cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
-from helpers.steps import assert_close, filled, mesh, run, settings
+from helpers.steps import assert_close, mesh, run, settings, started_with_numpy
 
 import jzero
 from jzero.tree import named
@@ -180,7 +180,7 @@ def test_a_copy_of_batch_norm_is_synchronised():
             return linen.Dense(1)(x - (jax.lax.pmean(mean, self.axis_name) if self.axis_name else mean))
 
     model = jzero.from_flax(Centred(), lambda m, b: (m(b["x"]) ** 2).mean(), example_batch=BATCHES[0])
-    step, state = filled(model, config(gradient_accumulation_steps=1))
+    step, state = started_with_numpy(model, config(gradient_accumulation_steps=1))
     _, metrics = step(state, BATCHES[0])
     out = dense(random_params(model)["Dense_0"], PAIR[0] - PAIR[0].mean(0))
     assert float(metrics["loss"]) == pytest.approx((out**2).mean(), rel=1e-5)
@@ -188,7 +188,7 @@ def test_a_copy_of_batch_norm_is_synchronised():
 
 @pytest.mark.slow
 def test_without_synchronisation_every_replica_has_its_own_statistics():
-    step, state = filled(nnx_model(sync_batch_norm=False), config(), mesh(1, data=4))
+    step, state = started_with_numpy(nnx_model(sync_batch_norm=False), config(), mesh(1, data=4))
     params, losses, running = of_net(state.params), [], []
     for replica in range(4):  # its rows, in two micro-batches
         own = params
@@ -204,7 +204,7 @@ def test_without_synchronisation_every_replica_has_its_own_statistics():
 
 
 def test_state_is_not_trained_keeps_its_dtype_and_does_not_move_in_a_skipped_step():
-    step, state = filled(nnx_model(), config(fp16={"enabled": True, "initial_scale_power": 4}), mesh(2))
+    step, state = started_with_numpy(nnx_model(), config(fp16={"enabled": True, "initial_scale_power": 4}), mesh(2))
     before = named(jax.device_get(state.params))
     assert all(before[name].dtype == np.float32 for name in step.model.state)
     assert not set(step.model.state) & set(step.trainable_names)

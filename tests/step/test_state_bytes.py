@@ -68,6 +68,8 @@ def test_a_frozen_parameter_is_there_once_in_the_compute_dtype(stage):
     assert found.parameters == 2 * held(trained, 8 if stage == 3 else 1)
     state = step.init(jax.random.key(0), random_params(step.model))
     assert on_device_0(state.params) == found.masters
+    assert on_device_0(state.opt_state) == found.optimizer
+    assert on_device_0(state) == bytes_per_device(step.state_shapes, step.state_specs, step.mesh)
     assert {x.dtype for x in jax.tree.leaves(state.params["ends"])} == {jnp.dtype(jnp.bfloat16)}
 
 

@@ -9,7 +9,7 @@ from helpers.drawn import random_params
 from helpers.plain_flax import cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
-from helpers.steps import assert_close, filled, mesh, run, started
+from helpers.steps import assert_close, mesh, run, started, started_with_numpy
 from test_state import ACCUM, BATCHES, PAIR, by_hand, config, evaluated, plain_norm
 
 import jzero
@@ -143,7 +143,7 @@ class Counting(nnx.Module):
 
 
 def test_evaluation_starts_every_micro_batch_with_the_same_state():
-    steps = [filled(jzero.from_flax(Counting), config(), mesh(2, pipe=pipe)) for pipe in (1, 2)]
+    steps = [started_with_numpy(jzero.from_flax(Counting), config(), mesh(2, pipe=pipe)) for pipe in (1, 2)]
     one, two = (float(step.evaluate(state, BATCHES[0])) for step, state in steps)
     assert one == pytest.approx(two, rel=1e-6)
 
@@ -159,7 +159,7 @@ def test_bools_of_layers_that_a_stage_switches_to_stay_bools():
 
     parts = [jzero.LayerSpec(Flagged), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 3)]
     model = jzero.PipelineModule(parts, loss_fn=cross_entropy, example_batch=PAIR)
-    step, state = filled(model, config(), mesh(2, pipe=2))
+    step, state = started_with_numpy(model, config(), mesh(2, pipe=2))
     ran = step(state, PAIR)[0].params["layers"]["0"]["ran"]
     assert ran.dtype == bool
     assert bool(ran)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import TRAIN, UNIT, assert_same, build, config, parts, rows, three_calls
+from helpers.engines import LINE, TRAIN, UNIT, assert_same, build, config, parts, rows, three_calls
 from helpers.refusals import refuses
 from helpers.steps import mesh
 
@@ -22,18 +22,9 @@ def tensors(batch):
     return jax.tree.map(torch.from_numpy, batch)
 
 
-class Line:
-    def init(self, rng):
-        return {"w": np.ones(8, np.float32)}
-
-    def loss(self, params, batch, rng):
-        return ((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2 * batch["mask"]).mean()
-
-
 def test_the_loops_take_tensors():
-    step = jzero.make_train_step(Line(), config(), mesh=mesh())
+    step = jzero.make_train_step(LINE, config(), mesh=mesh())
     ours, theirs = (jzero.Engine(step, jax.random.key(0)) for _ in range(2))
-    ours.state, theirs.state = (step.init(jax.random.key(0)) for _ in range(2))
     assert ours.train_batch(rows(0)) == theirs.train_batch(tensors(rows(0)))
     assert ours.train_batch(iter(parts(1))) == theirs.train_batch(map(tensors, parts(1)))
     losses = three_calls(ours, parts(2)), three_calls(theirs, map(tensors, parts(2)))
@@ -48,13 +39,13 @@ def test_the_loops_take_tensors():
     cut = [{name: x[i : i + UNIT] for name, x in data.items()} for i in range(0, TRAIN, UNIT)]
     assert ours.train_batch(iter(cut)) == theirs.train_batch(iter(jzero.RepeatingLoader(loader)))
     assert_same((ours.state.params, ours.state.opt_state), (theirs.state.params, theirs.state.opt_state))
-    refuses(lambda: build(model=Line(), training_data=loader), r"training_data is a torch DataLoader.*loader.dataset")
+    refuses(lambda: build(model=LINE, training_data=loader), r"training_data is a torch DataLoader.*loader.dataset")
 
 
 def test_training_data_of_tensors():
     data = rows(6, 2 * TRAIN)
     loaders = [
-        build(model=Line(), training_data=kind, more={"seed": 3})[2]
+        build(model=LINE, training_data=kind, more={"seed": 3})[2]
         for kind in (data, tensors(data), torch.utils.data.StackDataset(**tensors(data)))
     ]
     for ours, *others in zip(*loaders, strict=True):
@@ -88,7 +79,7 @@ def test_dtypes_and_nesting():
 
 def test_a_tensor_that_is_not_on_the_host():
     batch = {**rows(8), "x": torch.empty(TRAIN, 8, device="meta")}  # a device that every torch has
-    e = build(model=Line())[0]
+    e = build(model=LINE)[0]
     for call in (e.train_batch, e, e.eval_batch):
         refuses(lambda call=call: call(batch), r"leaf 'x' is a torch tensor on meta: .*\.to\(engine.device\)")
 

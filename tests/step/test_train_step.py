@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from helpers.reference import ADAMW, BATCH, DECODER, Decoder, Layout, assert_bitwise, batches, leaves, train
-from helpers.refusals import compilations
+from helpers.refusals import compilations, refuses
 from helpers.sampling import keep
-from helpers.steps import filled, mesh, settings, started
+from helpers.steps import mesh, settings, started, started_with_numpy
 
 import jzero
 from jzero.model import stack_loss
@@ -54,7 +54,7 @@ def test_the_model_is_traced_twice(stage):
         suffix = chex.assert_max_traces(Decoder.suffix, n=2)
 
     layout = DECODER._replace(stage=stage)
-    step, state = filled(Once(), layout.config(), layout.mesh)
+    step, state = started_with_numpy(Once(), layout.config(), layout.mesh)
     _, _, state = train(step, state, batches("decoder")[:3])
     with pytest.raises(AssertionError, match="traced > 2 times"):
         step.evaluate(state, batches("decoder")[0])
@@ -63,16 +63,18 @@ def test_the_model_is_traced_twice(stage):
 @pytest.mark.parametrize("stage", keep([0, 2, 3], [3]))
 def test_the_state_is_born_sharded_and_donated(stage):
     config = settings(16, stage, optimizer=ADAMW)
-    step, state = started(Square(), config, mesh(8))
-    assert_bitwise(state, started(Square(), config, mesh(1))[1])
+    state, alone = (started(Decoder(), config, mesh(n))[1] for n in (8, 1))
+    assert_bitwise(state, alone)
     mu, nu = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
     for x in jax.tree.leaves((state.params, mu, nu)):
         assert {shard.data.size for shard in x.addressable_shards} == {x.size // (8 if stage else 1)}
         assert len(x.addressable_shards) == 8
-    state = step.init(jax.random.key(0))  # which no NumPy view keeps from being donated
-    after, _ = step(state, np.ones((16, 16), np.float32))
+    (step, state), rows = started(Square(), config, mesh(8)), np.ones((16, 16), np.float32)
+    after, _ = step(state, rows)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
     assert jax.tree.map(lambda x: x.sharding, after) == step.state_shardings
+    for call in (step, step.gradients, step.evaluate):
+        refuses(lambda call=call: call(state, rows), "given to an earlier step, which replaced it")
 
 
 class Draws:
@@ -141,7 +143,7 @@ def test_the_norms_collectives_follow_the_parameters_in_every_process():
 
 def test_a_small_batch_of_numpy_compiles_once():
     """What reads the program of the first step finds that of the call, which takes the batch as it is."""
-    step, state = filled(Square(), settings(16), mesh(1))
+    step, state = started_with_numpy(Square(), settings(16), mesh(1))
     batch = np.ones((16, 16), np.float32)
     state, _ = step(state, batch)
     before = len(compilations)

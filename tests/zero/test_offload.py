@@ -38,6 +38,7 @@ CASES = [
     ("stage3", OPTIMIZER, FP16),
     ("stage3", BOTH, {"train_micro_batch_size_per_gpu": 4}),
     ("stage3", BOTH, BF16 | FULL),
+    ("stage3", BOTH, {}),
     ("stage1", OPTIMIZER, {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}),
     ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
     ("stage2", {"offload_optimizer": {**CPU, "ratio": 0.5}}, BF16),
@@ -57,6 +58,7 @@ def test_the_numbers_are_the_same_bit_for_bit(name, offloaded, more):
         assert_same(engine.state, expected.state)
     assert on_host(expected.state.params) == on_host(expected.state.opt_state) == 0
     assert on_host(engine.state.params) == (256 if "ratio" in offloaded["offload_optimizer"] else SIZE)
+    assert jax.tree.map(lambda x: x.sharding, engine.state) == engine.step_fn.state_shardings
     assert engine.skipped_steps == expected.skipped_steps
     assert (engine.skipped_steps > 0) == ("fp16" in more)
     assert engine.skipped_steps < steps

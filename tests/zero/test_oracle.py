@@ -55,10 +55,12 @@ def test_mlp(layout):
     check_against_reference("mlp", layout)
 
 
-# The leaves have 16, 256 and 1,024 elements.
-@pytest.mark.parametrize(("threshold", "unroll"), keep([(100, True), (600, False)], [(600, False)]))
-def test_leaves_under_the_persistence_threshold_stay_replicated(threshold, unroll):
-    layout = Layout(3, 8, 1, "none", unroll)
+THRESHOLDS = [(100, True, 4), (600, False, 1)]  # the leaves have 16, 256 and 1,024 elements
+
+
+@pytest.mark.parametrize(("threshold", "unroll", "accum"), keep(THRESHOLDS, THRESHOLDS[1:]))
+def test_leaves_under_the_persistence_threshold_stay_replicated(threshold, unroll, accum):
+    layout = Layout(3, 8, accum, "none", unroll)
     section = {"stage": 3, "stage3_param_persistence_threshold": threshold}
     check_against_reference("decoder", layout, zero_optimization=section)
     for leaf in jax.tree.leaves(prepare("decoder", layout, zero_optimization=section)[0].layouts):
