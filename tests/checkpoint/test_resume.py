@@ -286,3 +286,4 @@ def test_what_fits_of_another_model(run, tmp_path):
     # Its state is still there.
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], saved.state.params["stack"]["w"])
     np.testing.assert_array_equal(engine.state.params["ends"]["last"], np.ones((8, 8, 1)))
+    jax.device_get(engine.state)  # all of its state is still there

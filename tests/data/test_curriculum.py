@@ -22,7 +22,7 @@ from jzero.display.text_table import size_text
 from jzero.planner import memory
 
 LENGTH = 12  # of whole sequences
-LINEAR = {"total_curriculum_step": 4, "difficulty_step": 4}
+LINEAR = {"total_curriculum_step": 3, "difficulty_step": 4}
 LEGACY = {
     "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": LENGTH,
     "schedule_type": "fixed_linear", "schedule_config": LINEAR,
@@ -42,7 +42,7 @@ NEWER = {
     },
 }  # fmt: skip
 VOCABULARY, ROWS = 11, 8
-LENGTHS = [4, 8, 8]  # of the first steps
+LENGTHS = [4, 8, 12]  # of the first steps
 
 
 def deepspeed(low, high, kind, config):
@@ -130,7 +130,7 @@ def tokens(seed, rows=ROWS):
 
 def build(section=LEGACY, key="curriculum_learning", more=None, **arguments):
     config = settings(ROWS, accum=2, lr=0.5, steps_per_print=1, **{key: section}, **(more or {}))
-    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh(1), **arguments)[0]
+    return jzero.initialize(model=Bigrams(), config=config, mesh=mesh(2), **arguments)[0]
 
 
 def plain(engine):
@@ -164,9 +164,9 @@ def test_training_is_plain_jax_on_cut_batches(loop, capsys):
         losses.append(float(engine.train_batch(batch)))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(engine.state.params["table"], params["table"], rtol=1e-6, atol=1e-7)
-    assert engine.step_fn.model.seen == {4, 8}
+    assert engine.step_fn.model.seen == set(LENGTHS)
     lines = [line for line in printed(engine, capsys).splitlines() if line.startswith("step ")]
-    assert [line.split("sequence ")[1].split(",")[0] for line in lines] == ["4", "8", "8"]
+    assert [line.split("sequence ")[1].split(",")[0] for line in lines] == [str(n) for n in LENGTHS]
 
 
 class Sums(nnx.Module):

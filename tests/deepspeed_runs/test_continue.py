@@ -18,7 +18,7 @@ from stored_runs import BOUND, about, continued, make_engine
 RUNS = [
     ("mlp-1-bf16", "universal", 3, 2, 1), ("mlp-1-sgd", "ckpt", 0, 1, 1), ("mlp-2-adagrad", "ckpt", 1, 1, 1),
     ("mlp-0-lamb", "ckpt", 0, 1, 1), ("mlp-3-lion", "ckpt", 1, 1, 1), ("mlp-0-muon", "ckpt", 0, 1, 1),
-    ("mlp-0-bf16-fused", "ckpt", 3, 2, 1), ("mlp-0-bf16-groups", "ckpt", 0, 1, 1), ("pipe-1-fp32", "ckpt", 1, 1, 1),
+    ("mlp-0-bf16-fused", "ckpt", 3, 2, 1), ("mlp-0-bf16-groups", "ckpt", 0, 1, 1), ("pipe-1-fp32", "ckpt", 1, 2, 2),
     ("llama-3-bf16", "ckpt", 0, 1, 1),
 ]  # fmt: skip
 FP16 = [("mlp-0-fp16", "ckpt", 1, 1, 1), ("mlp-3-fp16", "ckpt", 1, 1, 1)]

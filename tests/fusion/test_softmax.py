@@ -190,13 +190,13 @@ def test_the_kernel_in_pallas_interpreter(m, n, row):
         np.testing.assert_allclose(np.asarray(found[2][0, 0], np.float64), (a * c).sum(0), rtol=BF16, atol=1e-5)
 
 
-@pytest.mark.parametrize("buffers", [{0: 1, 1: 1}, {1: 3}], ids=str)
+@pytest.mark.parametrize("buffers", [{0: 2, 1: 2}, {1: 3}], ids=str)
 def test_the_kernel_reads_and_writes_slots(buffers):
     """Of buffers of so many slots: the other slots stay, and the results are those of the arrays."""
     m, n, counts = 96, 1024, [1, 2]
     xs, results = numbers((m, 2, n), (m, 1, n)), [(m, p, n) for p in counts]
     eqn = jax.make_jaxpr(lambda *xs: map_parts(mixed, xs, counts))(*xs).eqns[-1]
-    whole = {i: np.stack([xs[i] + xs[i].dtype.type(k) for k in range(slots)]) for i, slots in buffers.items()}
+    whole = {i: np.stack([xs[i] + xs[i].dtype.type(k) for k in range(1, slots + 1)]) for i, slots in buffers.items()}
 
     @jax.jit
     def run(slot, xs, whole):

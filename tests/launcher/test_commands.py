@@ -201,7 +201,7 @@ def python(code, *words, folder):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_no_third_party_module_is_imported(tmp_path):
+def test_imports_load_no_third_party_module_and_start_no_backend(tmp_path):
     """Nor what only some calls of an engine use: `jzero.initialize` took 0.5 s of 2.7 s for these.
 
     No import starts a backend: a process can still fork or configure its devices.

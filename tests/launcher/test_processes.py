@@ -46,10 +46,23 @@ tried("lr", lambda: engine(hidden=8 + rank, optimizer=adam).train_batch(rows(4))
 tried("mesh", lambda: engine(mesh={"data": 1 + rank, "zero": 2 - rank}).train_batch(rows(4)))
 class Checked(nnx.Linear):
     def check_batch(self, batch):
+        assert len(batch[0]) == 2  # this process's rows
         if rank:  # whose rows are wrong
             raise jzero.ConfigError("has a 7")
 
 tried("first", lambda: engine(layer=Checked).train_batch(rows(4)))
+class Keyed(nnx.Linear):
+    def check_batch(self, batch):
+        if rank:
+            raise KeyError("has a 6")
+
+def key():
+    try:
+        engine(layer=Keyed).train_batch(rows(4))
+    except KeyError as error:
+        return repr(error)
+
+tried("key", key)
 one = engine()
 tried("shape", lambda: one.eval_batch(rows(4 * (1 + rank))))
 tried("good", lambda: float(one.train_batch(rows(4))) == float(one.train_batch(rows(4))))
@@ -95,6 +108,8 @@ def test_processes_that_differ(different):
     }.items():
         for rank in (0, 1):
             assert words in told[rank][name]
+    assert "the first batch: process 1: KeyError: 'has a 6'" in told[0]["key"]
+    assert told[1]["key"] == "KeyError('has a 6')"
     for rank in (0, 1):
         assert "parameters.kernel" in job.output
         assert told[rank]["good"] == "False"

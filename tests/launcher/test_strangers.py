@@ -78,9 +78,9 @@ def test_all_come(port, size):
 def test_everyone_hears_who_is_missing(port):
     """A process of another job is turned away at once, and does not count."""
     other = Process(port, 1, 5, job="other")
-    processes = [Process(port, rank, 5, timeout=1) for rank in (0, 2, 4)]
+    processes = [Process(port, rank, 5, timeout=3) for rank in (0, 2, 4)]
     (said,) = {process.ended() for process in processes}
-    assert said.startswith(f"rank 1, 3 of 5 did not come to 127.0.0.1:{port} within 1 s: see its output")
+    assert said.startswith(f"rank 1, 3 of 5 did not come to 127.0.0.1:{port} within 3 s: see its output")
     assert max(process.seconds for process in processes) < 15
     assert f"process 0 at 127.0.0.1:{port} belongs to another job" in other.ended()
     assert other.seconds < 30

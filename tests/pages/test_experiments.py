@@ -159,6 +159,7 @@ def test_the_corpus_its_windows_and_its_bigrams():
     assert len(train) > len(held_out) > 0
     whole = np.bincount(train, minlength=40), np.bincount(held_out, minlength=40)
     assert sorted(sum(whole)) == [0] * 20 + [5000] * 20  # each file in one of them
+    assert {*whole[0], *whole[1]} == {0, 5000}  # whole files
     assert sum(whole)[0] == 0  # of tests
     rows = text.windows(np.arange(10, dtype=np.uint8), 4)
     assert rows["inputs"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -86,7 +86,7 @@ def test_an_error_of_a_function_reaches_the_script_and_what_is_no_event_or_funct
 
 def test_an_engine_goes_with_its_last_name():
     """Its files are complete then; the thread and the summary of the program, which stay, keep no step."""
-    gc.freeze()  # what other tests have left takes long to collect
+    gc.freeze()  # as conftest.py does: what other tests have left takes long to collect
     made = small()
     made.train_batch(BATCH)
     gone, step, observers = weakref.ref(made), weakref.ref(made.step_fn), made._observers
@@ -99,7 +99,6 @@ def test_an_engine_goes_with_its_last_name():
         assert step() is None
     finally:
         gc.enable()
-        gc.unfreeze()
     observers.summary()
 
 

@@ -79,7 +79,9 @@ def test_a_run_starts_from_params_of_every_kind():
     module, deep = nnx.Linear(4, 4, rngs=nnx.Rngs(5)), Deep(nnx.Rngs(5))
     variables, nested = (drawn(jax.eval_shape(one.init, KEY, X)) for one in (linen.Dense(4), Outer()))
     models = {
-        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn): {"module": module},
+        jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn): {
+            "state": nnx.state(module), "module": module,
+        },
         jzero.from_flax(Deep): {"stack": nnx.state(deep), "pure stack": nnx.to_pure_dict(nnx.state(deep))},
         jzero.from_flax(linen.Dense(4), loss_fn, example_batch=BATCH): {
             "variables": variables, "params": variables["params"],
