@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.drawn import drawn, random_params
+from helpers.drawn import drawn
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.steps import mesh, settings
+from helpers.steps import mesh, settings, started_with_numpy
 
 import jzero
 from jzero.tree import named
@@ -49,11 +49,6 @@ def plain(params, batch):
 
 
 gradient_of = jax.jit(jax.value_and_grad(plain))
-
-
-def started_from_numpy(model, config, mesh):
-    step = jzero.make_train_step(model, config, mesh=mesh)
-    return step, step.init(KEY, random_params(model))
 
 
 @pytest.mark.slow
@@ -105,7 +100,7 @@ def test_a_run_starts_from_params_of_every_kind():
 @pytest.mark.parametrize(("stage", "pipe"), keep([(0, 1), (3, 1), (2, 2)], [(2, 2)]))
 def test_gradients_are_those_of_one_device(stage, pipe):
     more = {"frozen_parameters": ["first/bias"], "gradient_clipping": 1e-3}
-    step, state = started_from_numpy(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(pipe=pipe))
+    step, state = started_with_numpy(jzero.from_flax(Deep), config(stage, **more), mesh=mesh(pipe=pipe))
     params = jax.device_get(state.params)
     gradients, metrics = step.gradients(state, BATCH)
     value, expected = gradient_of(params, BATCH)
@@ -128,7 +123,7 @@ def test_gradients_are_those_of_one_device(stage, pipe):
 
 def test_gradients_have_their_true_scale_under_fp16():
     model = jzero.from_flax(lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss_fn)
-    step, state = started_from_numpy(model, config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh())
+    step, state = started_with_numpy(model, config(fp16={"enabled": True, "auto_cast": True}), mesh=mesh())
     gradients, _ = step.gradients(state, BATCH)
     params = jax.device_get(state.params)
     expected = 2 * X.T @ (X @ params["kernel"] + params["bias"] - BATCH["y"]) / BATCH["y"].size
@@ -143,7 +138,7 @@ def test_gradients_may_return_the_state_that_moved():
         def __call__(self, x):
             return self.last(self.norm(x))
 
-    step, state = started_from_numpy(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
+    step, state = started_with_numpy(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
     start = jax.device_get(state.params["norm"])
     gradients, _, moved = step.gradients(state, BATCH, new_state=True)
     assert gradients["norm"]["mean"] is None
