@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 
-def drawn(shapes, scale=0.3, seed=1):
+def drawn(shapes, *, scale=0.3, seed=1):
     """Numbers about 1 for the scales and variances of norms, about 0 for the others; integers are 0."""
     rng = np.random.default_rng(seed)
 
@@ -16,7 +16,7 @@ def drawn(shapes, scale=0.3, seed=1):
 
 
 def random_params(model, scale=0.3):
-    return drawn(jax.eval_shape(model.init, jax.random.key(0)), scale)
+    return drawn(jax.eval_shape(model.init, jax.random.key(0)), scale=scale)
 
 
 def zeros(shapes):

@@ -64,7 +64,7 @@ def _step(made, stage, more, axes):
 
 def engine(*arguments, seed=0, **keywords):
     made = step(*arguments, **keywords)
-    return jzero.Engine(made, jax.random.key(seed), params=drawn(made.state_shapes.params, seed))
+    return jzero.Engine(made, jax.random.key(seed), params=drawn(made.state_shapes.params, scale=0.2, seed=seed))
 
 
 def logits(made, params, tokens=TOKENS):

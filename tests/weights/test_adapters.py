@@ -34,7 +34,7 @@ def base(tmp_path_factory):
 
 def tuned(base, shape=ALL, more=TRAINED, **layout):
     made = step(model(shape), more=more, **layout)
-    adapters, loaded = drawn(made.state_shapes.params, 1), weights.load(base[0], made)
+    adapters, loaded = drawn(made.state_shapes.params, scale=0.2), weights.load(base[0], made)
     params = jax.tree.map(lambda x, known: x if known is None else known, adapters, loaded)
     return jzero.Engine(made, jax.random.key(0), params=params)
 
