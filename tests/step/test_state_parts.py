@@ -10,23 +10,14 @@ from helpers.plain_flax import cross_entropy, dense
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import assert_close, mesh, run, started, started_with_numpy
-from test_state import ACCUM, BATCHES, PAIR, by_hand, config, evaluated, plain_norm
+from test_state import ACCUM, BATCHES, PAIR, Layer, by_hand, config, evaluated, plain_norm
 
 import jzero
 from jzero.model import stack_loss
 
-
-class Block(nnx.Module):
-    def __init__(self, width, rngs):
-        self.linear, self.norm = nnx.Linear(8, width, rngs=rngs), nnx.BatchNorm(width, momentum=0.8, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(self.norm(self.linear(x)))
-
-
 ODD = [
-    jzero.LayerSpec(nnx.Linear, 6, 8), jzero.LayerSpec(Block, 8), jzero.LayerSpec(nnx.Linear, 8, 8),
-    jzero.LayerSpec(Block, 8), jzero.LayerSpec(Block, 16), jzero.LayerSpec(nnx.Linear, 16, 3),
+    jzero.LayerSpec(nnx.Linear, 6, 8), jzero.LayerSpec(Layer, 8), jzero.LayerSpec(nnx.Linear, 8, 8),
+    jzero.LayerSpec(Layer, 8), jzero.LayerSpec(Layer, 16), jzero.LayerSpec(nnx.Linear, 16, 3),
 ]  # fmt: skip
 
 
@@ -196,5 +187,5 @@ def test_modules_with_state_that_are_refused():
         return nnx.BatchNorm(6, axis_name="batch", rngs=rngs)
 
     refuses(lambda: jzero.from_flax(named, lambda m, b: m(b["x"]).mean()), "has axis_name = 'batch': leave it out")
-    tied = r"TiedLayerSpec\('a', Block\): tied layers cannot have state"
-    refuses(lambda: jzero.PipelineModule([jzero.TiedLayerSpec("a", Block, 8)], loss_fn=cross_entropy), tied)
+    tied = r"TiedLayerSpec\('a', Layer\): tied layers cannot have state"
+    refuses(lambda: jzero.PipelineModule([jzero.TiedLayerSpec("a", Layer, 8)], loss_fn=cross_entropy), tied)
