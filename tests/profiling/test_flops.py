@@ -27,7 +27,7 @@ def flops_of(model, batch, devices=8, **config):
     config = {"train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "AdamW"}, **config}
     mesh = jzero.make_mesh(jzero.Config.load(config), devices=jax.devices()[:devices])
     step = jzero.make_train_step(model, config, mesh=mesh)
-    shapes = {name: jax.ShapeDtypeStruct((step.batch_sizes.train, *x.shape), x.dtype) for name, x in batch.items()}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((step.batch_sizes.train, *x.shape), x.dtype), batch)
     found = step_flops(step, step.trace(shapes))
     return found, {"/".join(m.path): m for m in found.modules}
 
@@ -145,10 +145,8 @@ def test_padding_of_experts_is_not_counted():
 def test_unequal_stages_take_one_branch_each():
     layers = [lambda x: x, jzero.LayerSpec(nnx.Linear, 8, 16), nnx.relu, jzero.LayerSpec(nnx.Linear, 16, 4)]
     model = jzero.PipelineModule(layers, num_stages=2, loss_fn=lambda y, labels: ((y - labels) ** 2).mean())
-    config = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 3, "optimizer": {"type": "SGD"}}
-    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(pipe=2))
-    n = step.batch_sizes.train
-    found = step_flops(step, step.trace(tuple(jax.ShapeDtypeStruct((n, w), jnp.float32) for w in (8, 4))))
+    pair = tuple(jax.ShapeDtypeStruct((width,), jnp.float32) for width in (8, 4))
+    found, _ = flops_of(model, pair, gradient_accumulation_steps=3, mesh={"pipe": 2})
     # A device's mean over the two stages, in each of four ticks.
     assert found.whole.forward == 4 * (2 * MICRO * 8 * 16 + 2 * MICRO * 16 * 4) / 2
     assert found.stages == 2

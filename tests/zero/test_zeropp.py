@@ -127,13 +127,17 @@ def run(step, steps=10):
 
 
 ALL = {**QWZ, **QGZ, **hpz(4)}
-NEAR = [(QWZ, Layout(3, 8, 2, unroll=False)), (QGZ, Layout(3, 8, 2, unroll=False)), (ALL, Layout(3, 8, 1, "full"))]
+NEAR = [
+    *((plus, Layout(3, 8, 2, unroll=False), {}) for plus in (QWZ, QGZ)),
+    (ALL, Layout(3, 8, 1, "full"), {}),
+    ({**ALL, **hpz(2)}, Layout(3, 4, 4), {"pipe": 2}),
+]
 
 
-@pytest.mark.parametrize(("plus", "layout"), keep(NEAR, NEAR[2:]), ids=str)
-def test_losses_stay_near_those_of_the_plain_loop(plus, layout):
+@pytest.mark.parametrize(("plus", "layout", "degrees"), keep(NEAR, NEAR[2:3]), ids=str)
+def test_losses_stay_near_those_of_the_plain_loop(plus, layout, degrees):
     """Nearer than the exact losses of neighbouring steps are to each other."""
-    losses = run(step_of(plus, layout, gradient_clipping=0.53))[1]
+    losses = run(step_of(plus, layout, jzero.make_mesh(**degrees), gradient_clipping=0.53))[1]
     exact = reference("decoder").losses
     assert 1e-6 < np.abs(np.array(losses) - exact).max() < np.abs(np.diff(exact)).mean() / 2
 
@@ -155,13 +159,6 @@ def test_hpz_is_stage_3_bit_for_bit(layout, degrees, more, n):
     batch = batches("decoder")[3]
     assert float(step.evaluate(state, batch)) == float(plain.evaluate(expected, batch))
     assert_bitwise(state, expected)
-
-
-@pytest.mark.slow
-def test_pipelines_have_all_parts():
-    layout, mesh = Layout(3, 4, 4), jzero.make_mesh(pipe=2)
-    losses, found = (run(step_of(plus, layout, mesh), 3)[1] for plus in ({}, {**QWZ, **QGZ, **hpz(2)}))
-    assert 1e-6 < np.abs(np.subtract(found, losses)).max() < 1e-2
 
 
 @pytest.mark.parametrize("frozen", [(), ("^stack/w",)])
