@@ -1,6 +1,7 @@
 """Models and what their losses may return. Oracle: plain JAX with a mean."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,14 +92,10 @@ def test_an_integer_leaf_is_carried_along():
 
 
 def test_parameters_that_are_one_array():
-    class Bare:
-        def init(self, rng):
-            return WEIGHTS
-
-        def loss(self, params, batch, rng):
-            return squares({"w": params}, batch).mean()
-
-    step = make(Bare(), optimizer=optax.chain(optax.adam(0.01), optax.contrib.reduce_on_plateau(patience=1)))
+    bare = SimpleNamespace(
+        init=lambda rng: WEIGHTS, loss=lambda params, batch, rng: squares({"w": params}, batch).mean()
+    )
+    step = make(bare, optimizer=optax.chain(optax.adam(0.01), optax.contrib.reduce_on_plateau(patience=1)))
     assert step.state_shardings.opt_state[0][0].mu == step.state_shardings.params
     assert step.state_shardings.params.spec == jax.sharding.PartitionSpec("zero")
     state, metrics = step(step.init(jax.random.key(0)), BATCH)
@@ -114,14 +111,9 @@ def test_where_nothing_counts_nothing_moves():
     np.testing.assert_array_equal(state.params["w"], WEIGHTS)
 
 
-class Layers:
+class Layers(Decoder):
     def __init__(self, params):
         self.init = lambda rng: params
-
-    def prefix(self, ends, batch, rng):
-        return batch["x"]
-
-    block = suffix = loss = prefix
 
 
 @pytest.mark.parametrize(

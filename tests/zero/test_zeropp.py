@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -103,15 +104,9 @@ def test_gradients_are_rounded_summed_inside_nodes_and_again_across(dim, node):
 
 @pytest.mark.parametrize(("per_host", "zero", "expected"), [(8, 8, 8), (4, 8, 4), (2, 4, 2), (1, 8, 1), (3, 4, 1)])
 def test_a_node_is_what_one_host_holds_of_a_zero_group(per_host, zero, expected):
-    class Device:
-        def __init__(self, index):
-            self.process_index = index // per_host
-
-    class Arranged:
-        axis_names, shape = ("data", "zero"), {"zero": zero}
-        devices = np.array([Device(i) for i in range(8)]).reshape(-1, zero)
-
-    assert zeropp.devices_per_host(Arranged) == expected
+    devices = np.array([SimpleNamespace(process_index=i // per_host) for i in range(8)]).reshape(-1, zero)
+    arranged = SimpleNamespace(axis_names=("data", "zero"), shape={"zero": zero}, devices=devices)
+    assert zeropp.devices_per_host(arranged) == expected
 
 
 def step_of(plus, layout, mesh=None, **more):
