@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.fp8 import EXACT, FP8, distances, emulated, reference, shared_step, shares, trained, used
+from helpers.fp8 import EXACT, FP8, distances, emulated, reference, shares, trained, used
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.steps import mesh, settings
@@ -36,13 +36,9 @@ TWICE = {"twice": True}  # the weights come as bfloat16
 FROZEN = {**TWICE, "trained": "lora_"}  # so do frozen ones
 
 
-def name_of(value):
-    return "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value
-
-
 def _run(name, oracle, layout):
     """(gradients of jzero, of the oracle, of the oracle in bf16; errors of losses and norms [steps, 2])."""
-    seen, gradients, _ = trained(name, **layout)
+    seen, gradients = trained(name, **layout)
     chained = not any(layout.get(axis, 1) > 1 for axis in ("tensor", "context", "expert"))
     oracle = {"chained": chained and name != "more", **oracle}  # adapters lie between the products of SwiGLU
     known, expected, _ = reference(name, **oracle)
@@ -65,7 +61,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "oracle", "layout"), keep(ALONE, ALONE[:1]), ids=name_of)
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(ALONE, ALONE[:1]), ids=str)
 def test_one_device_computes_the_emulated_products(name, oracle, layout):
     gradients, expected, bf16, metrics = _run(name, oracle, layout)
     found, of_bf16 = distances(gradients, expected), distances(bf16, expected)
@@ -92,7 +88,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [("llama", {}, SCANNED)]), ids=name_of)
+@pytest.mark.parametrize(("name", "oracle", "layout"), keep(WHOLE, [("llama", {}, SCANNED)]), ids=str)
 def test_layouts_that_divide_no_product(name, oracle, layout):
     """Gradients are reduced and summed in bfloat16, each sum rounded to 2^-9 of its size."""
     gradients, expected, bf16, metrics = _run(name, oracle, layout)
@@ -113,7 +109,7 @@ DIVIDED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), keep(DIVIDED, DIVIDED[:1]), ids=name_of)
+@pytest.mark.parametrize(("name", "layout"), keep(DIVIDED, DIVIDED[:1]), ids=str)
 def test_layouts_that_divide_products(name, layout):
     """Parts of a product are rounded to bfloat16 before they are summed, and those of the loss too."""
     gradients, expected, bf16, metrics = _run(name, {}, layout)
@@ -153,7 +149,7 @@ SKIPPED = [("current", "mlp/down"), ("delayed", "attention/out")]
 @pytest.mark.parametrize(("recipe", "name"), keep(SKIPPED, SKIPPED[:1]))
 def test_a_step_with_an_infinite_weight_is_skipped(recipe, name):
     """Even where it is the only one: fp8 has no infinity, and the largest number of e4m3 would look like any other."""
-    step = shared_step("llama", FP8 if recipe == "current" else DELAYED, SCANNED)
+    step = make_step("llama", precision=FP8 if recipe == "current" else DELAYED, **SCANNED)
     module, part = name.split("/")
     params = jax.tree.map(np.copy, initial("llama"))
     params["stack"][module][part]["kernel"].flat[5] = np.inf
