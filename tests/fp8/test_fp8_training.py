@@ -70,9 +70,6 @@ def test_one_device_computes_the_emulated_products(name, oracle, layout):
     assert max(found.values()) < 2e-2  # the scales of norms, whose sums over rows are rounded to bfloat16
 
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-HPZ = {"zero_hpz_partition_size": 2}
-ZERO_BUBBLE = {"schedule": "zero_bubble"}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 SCANNED = {"zero": 4, "stage": 3, "accum": 2, "remat": "full", "unroll": False}
 WHOLE = [
@@ -80,9 +77,9 @@ WHOLE = [
     ("llama", {}, {"zero": 4, "data": 2, "stage": 2, "accum": 2}),
     ("llama", {}, {"zero": 8, "stage": 3}),
     ("llama", {}, SCANNED),
-    ("llama", {}, {"zero": 4, "stage": 3, "zero_section": HPZ}),
-    ("llama", TWICE, {"zero": 2, "stage": 2, "zero_section": OFFLOAD}),
-    ("four-layers", {}, {"zero": 2, "pipe": 2, "stage": 3, "accum": 4, "pipeline": ZERO_BUBBLE}),
+    ("llama", {}, {"zero": 4, "stage": 3, "zero_section": {"zero_hpz_partition_size": 2}}),
+    ("llama", TWICE, {"zero": 2, "stage": 2, "zero_section": {"offload_optimizer": {"device": "cpu"}}}),
+    ("four-layers", {}, {"zero": 2, "pipe": 2, "stage": 3, "accum": 4, "pipeline": {"schedule": "zero_bubble"}}),
     ("four-layers", TWICE, {"zero": 2, "pipe": 2, "stage": 2, "accum": 4, "pipeline": INTERLEAVED}),
     ("more", FROZEN, {"zero": 4, "stage": 3, "precision": ADAPTERS}),
 ]
