@@ -280,15 +280,23 @@ class Deep(nnx.Module):
         return cross_entropy(self.out(self.last(x)), batch["y"])
 
 
+def chain(layers, x, norm=plain_norm):
+    """Compute linear layers, of which some are a `Layer`; return the result, and the parameters with new statistics."""
+    after = []
+    for p in layers:
+        if "norm" in p:
+            x, new = norm(p["norm"], dense(p["linear"], x))
+            x, p = jax.nn.relu(x), {**p, "norm": new}
+        else:
+            x = dense(p, x)
+        after.append(p)
+    return x, after
+
+
 def deep(params, x):
-    ends, layers = params["ends"], []
+    ends = params["ends"]
     x, norm = plain_norm(ends["norm"], dense(ends["first"], x))
-    x = x * ends["factor"]
-    for i in range(4):
-        layer = jax.tree.map(lambda w, i=i: w[i], params["stack"])
-        y, new = plain_norm(layer["norm"], dense(layer["linear"], x))
-        x = jax.nn.relu(y)
-        layers.append({**layer, "norm": new})
+    x, layers = chain([jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(4)], x * ends["factor"])
     x, last = plain_norm(ends["last"], x)
     ends = {**ends, "norm": norm, "last": last, "calls": ends["calls"] + 1, "factor": 0.5 * ends["factor"] + 0.1}
     return dense(ends["out"], x), {"ends": ends, "stack": jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}

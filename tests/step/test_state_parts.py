@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.drawn import random_params
-from helpers.plain_flax import cross_entropy, dense
+from helpers.plain_flax import cross_entropy
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import assert_close, mesh, run, started, started_with_numpy
-from test_state import ACCUM, BATCHES, PAIR, Layer, by_hand, config, evaluated, plain_norm
+from test_state import ACCUM, BATCHES, PAIR, Layer, by_hand, chain, config, evaluated
 
 import jzero
 from jzero.model import stack_loss
@@ -23,18 +23,6 @@ ODD = [
 
 def in_order(params):
     return [jax.device_get(params)["layers"][str(i)] for i in range(len(ODD))]
-
-
-def chain(layers, x, norm=plain_norm):
-    after = []
-    for p in layers:
-        if "norm" in p:
-            x, new = norm(p["norm"], dense(p["linear"], x))
-            x, p = jax.nn.relu(x), {**p, "norm": new}
-        else:
-            x = dense(p, x)
-        after.append(p)
-    return x, after
 
 
 CHUNKS = {"pipeline": {"schedule": "interleaved", "chunks": 2}}

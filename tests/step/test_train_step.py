@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.reference import ADAMW, BATCH, DECODER, Decoder, Layout, assert_bitwise, batches, leaves, train
+from helpers.reference import ADAMW, BATCH, Decoder, Layout, assert_bitwise, batches, leaves, train
 from helpers.refusals import compilations, refuses
 from helpers.sampling import keep
 from helpers.steps import mesh, settings, started, started_with_numpy
@@ -53,7 +53,7 @@ def test_the_model_is_traced_twice(stage):
     class Once(Decoder):
         suffix = chex.assert_max_traces(Decoder.suffix, n=2)
 
-    layout = DECODER._replace(stage=stage)
+    layout = Layout(stage, 4, 2, unroll=False)
     step, state = started_with_numpy(Once(), layout.config(), layout.mesh)
     _, _, state = train(step, state, batches("decoder")[:3])
     with pytest.raises(AssertionError, match="traced > 2 times"):
