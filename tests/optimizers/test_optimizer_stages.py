@@ -120,9 +120,6 @@ def newton_schulz(g):
     return x.T if g.shape[0] > g.shape[1] else x
 
 
-# ------------------------------------------------------------------------------------------- Muon's matrices
-
-
 # Shapes and specs over data 2, expert 2, zero 2.
 GIVEN = [
     ((3, 8, 12), P(None, "zero")),
