@@ -81,7 +81,7 @@ def close(found, expected):
     assert np.linalg.norm(found - expected) < BF16 / 2 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("order", "fp8_format"), zip(ORDERS, ["hybrid", "e4m3"] * 4, strict=True))
+@pytest.mark.parametrize(("order", "fp8_format"), [*zip(ORDERS, ["hybrid", "e4m3"] * 4, strict=True)])
 def test_three_products_of_rounded_factors(order, fp8_format):
     letters, weight, gradients = ORDERS[order], WEIGHTS.get(order, 1), GRADIENTS[fp8_format]
     a, b, g = factors(letters)

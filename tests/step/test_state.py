@@ -266,7 +266,7 @@ class Deep(nnx.Module):
 
     def __init__(self, rngs):
         self.first, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
-        self.stack = nnx.vmap(lambda rngs: Layer(8, rngs=rngs))(rngs.fork(split=4))
+        self.stack = nnx.vmap(lambda rngs: Layer(8, rngs=rngs))(rngs.split(4))
         self.last, self.out = nnx.BatchNorm(8, momentum=0.8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
         self.calls, self.factor = nnx.Variable(jnp.zeros((), jnp.int32)), nnx.Variable(jnp.ones(()))
 

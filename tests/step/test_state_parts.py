@@ -110,7 +110,7 @@ class Counting(nnx.Module):
 
     def __init__(self, rngs):
         self.ends = nnx.Linear(6, 6, rngs=rngs)
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs))(rngs.fork(split=2))
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs))(rngs.split(2))
         self.calls = nnx.Variable(jnp.zeros(()))
 
     def prefix(self, batch):
