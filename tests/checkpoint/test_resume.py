@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import chex
@@ -51,18 +51,16 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """name -> (an engine after `SAVED` steps, the losses of the `NEXT` ones, where it was saved)."""
-    directory, made = tmp_path_factory.mktemp("layouts"), {}
+    directory = tmp_path_factory.mktemp("layouts")
 
+    @cache
     def run(name):
-        if name not in made:
-            engine = build(LAYOUTS[name])
-            for step in range(SAVED):
-                engine.train_batch(batch(step))
-            engine.save_checkpoint(directory, tag=name, client_state={"epoch": 7}).wait()
-            saved = jax.jit(partial(jax.tree.map, jnp.copy))(engine.state)
-            losses = [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)]
-            made[name] = engine, saved, losses, directory
-        return made[name]
+        engine = build(LAYOUTS[name])
+        for step in range(SAVED):
+            engine.train_batch(batch(step))
+        engine.save_checkpoint(directory, tag=name, client_state={"epoch": 7}).wait()
+        saved = jax.jit(partial(jax.tree.map, jnp.copy))(engine.state)
+        return engine, saved, [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)], directory
 
     return run
 

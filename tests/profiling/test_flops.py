@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.named_models import model_of
+from helpers.plain_flax import mean_square
 
 import jzero
 from jzero.planner.traced_operations import Walk
@@ -114,15 +115,12 @@ class Linen(linen.Module):
 
 
 def test_modules_have_the_names_of_their_attributes():
-    def square(module, batch):
-        return (module(batch["x"]) ** 2).mean()
-
-    _, found = flops_of(jzero.from_flax(Parts, square), {"x": jax.ShapeDtypeStruct((4,), jnp.float32)})
+    _, found = flops_of(jzero.from_flax(Parts, mean_square), jax.ShapeDtypeStruct((4,), jnp.float32))
     names = ["loss/layers/0", "loss/layers/1", "loss/end/layers/2"]
     assert [found[name].forward for name in names] == [2 * MICRO * 4 * 4] * 3
     assert [found[name].params for name in (*names, "loss/end")] == [20, 20, 20, 28]
-    model = jzero.from_flax(Linen(), square, example_batch={"x": jnp.ones((1, 12))})
-    _, found = flops_of(model, {"x": jax.ShapeDtypeStruct((12,), jnp.float32)})
+    model = jzero.from_flax(Linen(), mean_square, example_batch=jnp.ones((1, 12)))
+    _, found = flops_of(model, jax.ShapeDtypeStruct((12,), jnp.float32))
     assert found["loss/Linen/out"].backward == 2 * found["loss/Linen/out"].forward == 2 * 2 * MICRO * 8 * 4
     assert (found["loss/Linen/hidden"].params, found["loss/Linen/out"].params) == (12 * 8 + 8, 8 * 4 + 4)
 
@@ -193,7 +191,7 @@ class Keyed(Registered, key="part"):
 @pytest.mark.parametrize("part", [Listing, Keyed])
 def test_modules_of_any_class_compute_the_same(part):
     """Naming a part changes its class: its own keywords stay, and a class that allows no other goes without a name."""
-    model = jzero.from_flax(lambda rngs: nnx.Sequential(part(rngs)), lambda m, batch: jnp.mean(m(batch) ** 2))
+    model = jzero.from_flax(lambda rngs: nnx.Sequential(part(rngs)), mean_square)
     params, x = model.init(jax.random.key(0)), jnp.ones((2, 4))
     (linear,) = (fc for layer in params["layers"].values() for fc in layer.values())
     expected = jnp.mean((x @ linear["kernel"] + linear["bias"]) ** 2)
