@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from helpers.plain_flax import mean_square
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import SmallGPT, loss_fn
@@ -53,10 +54,6 @@ class Dense(linen.Module):
     def __call__(self, x, train=False):
         init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
         return linen.BatchNorm(use_running_average=not train)(linen.Dense(8, kernel_init=init)(x))
-
-
-def mean_square(module, batch):
-    return jnp.mean(module(batch) ** 2)
 
 
 def train_dense(module, batch, rng):

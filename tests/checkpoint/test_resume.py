@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import chex
@@ -51,18 +51,16 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, layout, more):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """name -> (an engine after `SAVED` steps, the losses of the `NEXT` ones, where it was saved)."""
-    directory, made = tmp_path_factory.mktemp("layouts"), {}
+    directory = tmp_path_factory.mktemp("layouts")
 
+    @cache
     def run(name):
-        if name not in made:
-            engine = build(LAYOUTS[name])
-            for step in range(SAVED):
-                engine.train_batch(batch(step))
-            engine.save_checkpoint(directory, tag=name, client_state={"epoch": 7}).wait()
-            saved = jax.jit(partial(jax.tree.map, jnp.copy))(engine.state)
-            losses = [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)]
-            made[name] = engine, saved, losses, directory
-        return made[name]
+        engine = build(LAYOUTS[name])
+        for step in range(SAVED):
+            engine.train_batch(batch(step))
+        engine.save_checkpoint(directory, tag=name, client_state={"epoch": 7}).wait()
+        saved = jax.jit(partial(jax.tree.map, jnp.copy))(engine.state)
+        return engine, saved, [float(engine.train_batch(batch(SAVED + step))) for step in range(NEXT)], directory
 
     return run
 
@@ -81,20 +79,13 @@ def test_every_layout_loads_on_every_other(runs, source, target):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def sized(zero, *sizes, **more):
-    return build((2, {"zero": zero}, 2, {}), **dict(zip(SIZES, sizes, strict=True)), **more)
-
-
 def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     """A config that names the global batch is right, one that does not has the checkpoint's."""
-    engine = sized(2, 32, 2, 8)
+    engine = build((2, {"zero": 2}, 2, {}), gradient_accumulation_steps=8)
     engine.save_checkpoint(tmp_path / "32")
     engine.set_train_batch_size(48)
     engine.save_checkpoint(tmp_path / "48")
-    fewer = sized(1, 32, 2, 8, resume=tmp_path / "32")
+    fewer = build((2, {"zero": 1}, 2, {}), gradient_accumulation_steps=8, resume=tmp_path / "32")
     line = "train_batch_size 32 as in the checkpoint: 16 micro-batches instead of the config's 8"
     assert line in capfd.readouterr().out
     fewer.load_checkpoint(tmp_path / "48")

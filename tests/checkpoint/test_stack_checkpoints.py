@@ -1,7 +1,6 @@
 """A checkpoint is the same with and without `stack=` and on groups of devices: in files, resumed runs and exports."""
 
 import json
-from functools import cache
 
 import jax
 import numpy as np
@@ -102,26 +101,14 @@ NAMES = [*LAYOUTS]
 PAIRS = [*zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True)]  # each layout saves once, and loads once
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A function of a layout: (an engine that has done two steps, the directory of its checkpoint)."""
-
-    @cache
-    def train(name):
-        directory, engine = tmp_path_factory.mktemp("run"), make_engine(name)
-        for batch in batches()[:2]:
-            engine.train_batch(batch)
-        engine.save_checkpoint(directory)
-        return engine, directory
-
-    return train
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), keep(PAIRS, PAIRS[:2]))
-def test_a_checkpoint_continues_on_another_layout(first, second, trained):
-    (_, directory), (engine, _) = trained(first), trained(second)
-    engine.load_checkpoint(directory)
+def test_a_checkpoint_continues_on_another_layout(first, second, tmp_path):
+    trained, engine = make_engine(first), make_engine(second)
+    for batch in batches()[:2]:
+        trained.train_batch(batch)
+    trained.save_checkpoint(tmp_path).wait()
+    engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 2
     losses, params = plain()
     assert float(engine.train_batch(batches()[2])) == pytest.approx(losses[2], rel=1e-6)

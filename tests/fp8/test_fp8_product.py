@@ -81,7 +81,7 @@ def close(found, expected):
     assert np.linalg.norm(found - expected) < BF16 / 2 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("order", "fp8_format"), zip(ORDERS, ["hybrid", "e4m3"] * 4, strict=True))
+@pytest.mark.parametrize(("order", "fp8_format"), [*zip(ORDERS, ["hybrid", "e4m3"] * 4, strict=True)])
 def test_three_products_of_rounded_factors(order, fp8_format):
     letters, weight, gradients = ORDERS[order], WEIGHTS.get(order, 1), GRADIENTS[fp8_format]
     a, b, g = factors(letters)
@@ -185,10 +185,6 @@ def both(a, b, g):
     return [a * g, b + g]
 
 
-def by_numpy(f, parts):
-    return parts if f is identity else [parts[0] * parts[2], parts[1] + parts[2]]
-
-
 @pytest.mark.parametrize(
     ("kernel", "f", "dtype"),
     [(True, identity, E4M3), (True, both, E5M2), (False, both, E4M3)],
@@ -199,7 +195,8 @@ def test_a_cast_its_transpose_and_its_largest_element(kernel, f, dtype, monkeypa
     rng, parts, scale = np.random.default_rng(0), {identity: (1,), both: (2, 1)}[f], np.float32(4)
     xs = [rng.normal(size=(64, p, 256)).astype(jnp.bfloat16) for p in parts]
     xs[0][33, 0, 200] = 300.0  # out of e4m3's range at this scale
-    expected = np.concatenate(by_numpy(f, [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]), 1)
+    columns = [np.asarray(x, np.float32)[:, p] for x in xs for p in range(x.shape[1])]
+    expected = np.concatenate(columns if f is identity else both(*columns), 1)  # by NumPy
     assert matmul.supports_cast([x.shape for x in xs], expected.shape)
 
     @partial(jax.jit, static_argnums=0)

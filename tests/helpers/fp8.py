@@ -127,20 +127,9 @@ def reference(name, fp8_format="hybrid", chained=True, twice=False, trained="", 
     return np.array(seen), *first
 
 
-STEPS = {}
-
-
-def shared_step(name, precision, layout):
-    """A step of `make_step`, which is made once."""
-    key = repr((name, precision, layout))
-    if key not in STEPS:
-        STEPS[key] = make_step(name, precision=precision, **layout)
-    return STEPS[key]
-
-
 def trained(name, precision=FP8, **layout):
-    """([(loss, gradient norm)], first gradients, the step) of jzero in a layout of `helpers.tensor_models`."""
-    step = shared_step(name, precision, layout)
+    """([(loss, gradient norm)], first gradients) of jzero in a layout of `helpers.tensor_models`."""
+    step = make_step(name, precision=precision, **layout)
     state, seen, first = step.init(jax.random.key(0), initial(name)), [], None
     for batch in batches(name):
         state, metrics = step(state, batch)
@@ -149,7 +138,7 @@ def trained(name, precision=FP8, **layout):
             first = jax.tree.map(
                 lambda before, after: (before - after) / LR, initial(name), jax.device_get(state.params)
             )
-    return np.array(seen), first, step
+    return np.array(seen), first
 
 
 def distances(gradients, others):

@@ -189,9 +189,6 @@ def check_against_reference(name, layout, **more):
     assert leaf_errors(state.params, run.params, initial(name)) < 1e-4
 
 
-DECODER = Layout(3, 4, 2, unroll=False)
-
-
 def leaves(tree):
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]

@@ -222,8 +222,6 @@ SHAPES = {
     },
 }
 BOTH = "stack/bias, stack/kernel"
-
-
 PROBED = [
     (optax.adamw(0.01, weight_decay=1e-4, mask=is_matrix), "stack/bias"),
     (optax.partition({"stack": optax.lars(0.1), "ends": optax.sgd(0.1)}, by_key), BOTH),

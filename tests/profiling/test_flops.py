@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.named_models import model_of
+from helpers.plain_flax import mean_square
 
 import jzero
 from jzero.planner.traced_operations import Walk
@@ -27,7 +28,7 @@ def flops_of(model, batch, devices=8, **config):
     config = {"train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "AdamW"}, **config}
     mesh = jzero.make_mesh(jzero.Config.load(config), devices=jax.devices()[:devices])
     step = jzero.make_train_step(model, config, mesh=mesh)
-    shapes = {name: jax.ShapeDtypeStruct((step.batch_sizes.train, *x.shape), x.dtype) for name, x in batch.items()}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((step.batch_sizes.train, *x.shape), x.dtype), batch)
     found = step_flops(step, step.trace(shapes))
     return found, {"/".join(m.path): m for m in found.modules}
 
@@ -114,15 +115,12 @@ class Linen(linen.Module):
 
 
 def test_modules_have_the_names_of_their_attributes():
-    def square(module, batch):
-        return (module(batch["x"]) ** 2).mean()
-
-    _, found = flops_of(jzero.from_flax(Parts, square), {"x": jax.ShapeDtypeStruct((4,), jnp.float32)})
+    _, found = flops_of(jzero.from_flax(Parts, mean_square), jax.ShapeDtypeStruct((4,), jnp.float32))
     names = ["loss/layers/0", "loss/layers/1", "loss/end/layers/2"]
     assert [found[name].forward for name in names] == [2 * MICRO * 4 * 4] * 3
     assert [found[name].params for name in (*names, "loss/end")] == [20, 20, 20, 28]
-    model = jzero.from_flax(Linen(), square, example_batch={"x": jnp.ones((1, 12))})
-    _, found = flops_of(model, {"x": jax.ShapeDtypeStruct((12,), jnp.float32)})
+    model = jzero.from_flax(Linen(), mean_square, example_batch=jnp.ones((1, 12)))
+    _, found = flops_of(model, jax.ShapeDtypeStruct((12,), jnp.float32))
     assert found["loss/Linen/out"].backward == 2 * found["loss/Linen/out"].forward == 2 * 2 * MICRO * 8 * 4
     assert (found["loss/Linen/hidden"].params, found["loss/Linen/out"].params) == (12 * 8 + 8, 8 * 4 + 4)
 
@@ -145,10 +143,8 @@ def test_padding_of_experts_is_not_counted():
 def test_unequal_stages_take_one_branch_each():
     layers = [lambda x: x, jzero.LayerSpec(nnx.Linear, 8, 16), nnx.relu, jzero.LayerSpec(nnx.Linear, 16, 4)]
     model = jzero.PipelineModule(layers, num_stages=2, loss_fn=lambda y, labels: ((y - labels) ** 2).mean())
-    config = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 3, "optimizer": {"type": "SGD"}}
-    step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(pipe=2))
-    n = step.batch_sizes.train
-    found = step_flops(step, step.trace(tuple(jax.ShapeDtypeStruct((n, w), jnp.float32) for w in (8, 4))))
+    pair = tuple(jax.ShapeDtypeStruct((width,), jnp.float32) for width in (8, 4))
+    found, _ = flops_of(model, pair, gradient_accumulation_steps=3, mesh={"pipe": 2})
     # A device's mean over the two stages, in each of four ticks.
     assert found.whole.forward == 4 * (2 * MICRO * 8 * 16 + 2 * MICRO * 16 * 4) / 2
     assert found.stages == 2
@@ -195,7 +191,7 @@ class Keyed(Registered, key="part"):
 @pytest.mark.parametrize("part", [Listing, Keyed])
 def test_modules_of_any_class_compute_the_same(part):
     """Naming a part changes its class: its own keywords stay, and a class that allows no other goes without a name."""
-    model = jzero.from_flax(lambda rngs: nnx.Sequential(part(rngs)), lambda m, batch: jnp.mean(m(batch) ** 2))
+    model = jzero.from_flax(lambda rngs: nnx.Sequential(part(rngs)), mean_square)
     params, x = model.init(jax.random.key(0)), jnp.ones((2, 4))
     (linear,) = (fc for layer in params["layers"].values() for fc in layer.values())
     expected = jnp.mean((x @ linear["kernel"] + linear["bias"]) ** 2)

@@ -43,10 +43,7 @@ def nnx_student(loss=distance, **more):
 
 
 def linen_student(**more):
-    def loss(module, batch, extra):
-        return distance(module, batch, extra)
-
-    return jzero.from_flax(linen.Dense(4), loss, example_batch=BATCH, **more)
+    return jzero.from_flax(linen.Dense(4), distance, example_batch=BATCH, **more)
 
 
 def test_a_teacher_that_moves():
@@ -118,17 +115,13 @@ def test_what_is_refused():
     refuses(lambda: nnx_student(example_extra=TEACHERS[0]), "example_extra is for a Linen module")
 
 
-@pytest.mark.parametrize("by", ["keywords", "default"])
-def test_a_function_with_keywords_or_a_default(by):
+@pytest.mark.parametrize(
+    "function",
+    [lambda y, labels, **more: more.get("extra", 3.0) * y.mean(), lambda y, labels, extra=3.0: extra * y.mean()],
+    ids=["keywords", "default"],
+)
+def test_a_function_with_keywords_or_a_default(function):
     """It gets what the step gets, and without that nothing, so that its own default holds."""
-
-    def by_keywords(outputs, labels, **keywords):
-        return keywords.get("extra", 3.0) * outputs.mean()
-
-    def by_default(outputs, labels, extra=3.0):
-        return extra * outputs.mean()
-
-    function = by_keywords if by == "keywords" else by_default
     criterion = nnx_student(None, criterion=function)
     loss = nnx_student(lambda m, b, **extra: function(m(b), b, **extra))
     params, x = random_params(criterion), X[0]

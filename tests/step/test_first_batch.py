@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from helpers.drawn import random_params
 from helpers.named_models import model_of
+from helpers.plain_flax import mean_square
 from helpers.refusals import refuses
 from helpers.steps import started_with_numpy
 
@@ -66,10 +67,6 @@ class Checked(nnx.Module):
             raise jzero.ConfigError(f"{np.max(first)} is too large")
 
 
-def squares(module, batch):
-    return (module(batch) ** 2).mean()
-
-
 def gap(outputs, labels):
     return ((outputs - labels) ** 2).mean()
 
@@ -94,7 +91,7 @@ def test_an_exception_of_the_model_shows_the_batch():
 
 def test_the_engine_refuses_it_before_its_first_step():
     """Also if the batch lies on the devices already, as a loader's does."""
-    model = jzero.from_flax(Checked, squares, stack="layers")
+    model = jzero.from_flax(Checked, mean_square, stack="layers")
     good, bad = (np.full((8, 4), x, np.float32) for x in (1, 346))
     made, *_ = jzero.initialize(model=model, config=SETTINGS, training_data=bad, params=random_params(model))
     for batch in ((), (bad,)):
@@ -104,7 +101,7 @@ def test_the_engine_refuses_it_before_its_first_step():
 
 
 @pytest.mark.parametrize(
-    "way", [{"loss_fn": squares, "stack": "layers"}, {"criterion": gap}], ids=["stack", "criterion"]
+    "way", [{"loss_fn": mean_square, "stack": "layers"}, {"criterion": gap}], ids=["stack", "criterion"]
 )
 def test_only_the_first_batch_is_checked(way):
     """With a criterion the module gets what its call gets: the inputs."""

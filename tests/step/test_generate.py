@@ -169,10 +169,9 @@ def test_tiny_values_are_greedy(value):
 
 @functools.cache
 def sampled(layout):
-    model, params, _ = case("everything")
-    step = step_of(model, **LAYOUTS[layout])
+    step, state = laid_out("everything", layout)
     options = {"attention_mask": MASK, "rng": jax.random.key(3), "temperature": 0.9, "top_p": 0.9}
-    return step.generate(step.init(jax.random.key(0), params), TOKENS, NEW, **options, numpy=True)
+    return step.generate(state, TOKENS, NEW, **options, numpy=True)
 
 
 @pytest.mark.parametrize(

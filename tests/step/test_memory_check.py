@@ -10,7 +10,7 @@ from flax import nnx
 from helpers.drawn import random_params
 from helpers.named_models import model_of
 from helpers.refusals import compilations
-from helpers.steps import mesh
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.config.sizes import ACCUM, MICRO
@@ -23,14 +23,8 @@ from jzero.run import step_memory
 from models.llama import preset
 
 ROWS, LENGTH = 16, 64
-CONFIG = {
-    "train_batch_size": ROWS,
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_accumulation_steps": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 1, "stage3_param_persistence_threshold": 0},
-    "steps_per_print": None,
-}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+CONFIG = settings(ROWS, 1, optimizer=ADAMW, train_micro_batch_size_per_gpu=8, steps_per_print=None)
 DATA = {name: np.ones((2 * ROWS, LENGTH), np.int32) for name in ("inputs", "labels")}
 BATCH = {name: values[:ROWS] for name, values in DATA.items()}
 
@@ -96,7 +90,7 @@ def test_a_loss_that_needs_more_than_the_data(monkeypatch):
     def loss(module, batch, extra):
         return jax.numpy.mean((module(batch["x"]) - extra) ** 2)
 
-    config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": CONFIG["optimizer"]}
+    config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": ADAMW}
     engine = jzero.initialize(model=dense(loss), config=config, training_data=X, params=random_params(dense()))[0]
     assert np.isfinite(float(engine.train_batch(extra=np.float32(1.0))))
 
@@ -118,7 +112,7 @@ def test_nothing_fits(monkeypatch):
     (stated,) = re.findall(r"^([\d.]+ \w+) are the optimizer's state: .*\"bf16\" or \"fp8\"", words, re.MULTILINE)
     moments = sum(x.size * 4 for x in jax.tree.leaves(engine.state.params))  # two, divided between two devices
     assert stated == size_text(moments)
-    rounded = CONFIG | {"optimizer": {**CONFIG["optimizer"], "state_dtype": "bf16"}}
+    rounded = CONFIG | {"optimizer": {**ADAMW, "state_dtype": "bf16"}}
     assert "state_dtype" not in refused(monkeypatch, rounded)[1]
 
 

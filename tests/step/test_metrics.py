@@ -67,7 +67,6 @@ def test_metrics_are_means_over_the_global_batch(stage, pipe, capsys):
 SGD = {"train_batch_size": 16, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 Y = (X.sum(-1) > 0).astype(np.int32)
-BATCH = {"x": X, "y": Y}
 
 
 def classify(logits, labels):
@@ -104,7 +103,7 @@ def test_has_aux_of_a_module_whose_layers_are_named():
     params, x = random_params(step.model), X
     for i in range(2):
         x = dense(jax.tree.map(lambda w, i=i: w[i], params["stack"]), x)
-    assert float(step.evaluate(state, BATCH)[1]["accuracy"]) == pytest.approx((x.argmax(-1) == Y).mean())
+    assert float(step.evaluate(state, {"x": X, "y": Y})[1]["accuracy"]) == pytest.approx((x.argmax(-1) == Y).mean())
 
 
 NO_PAIR = r"has_aux=True: the loss must return \(loss, {name: metric}\), but returned an array of shape \(\)"

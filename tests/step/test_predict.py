@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers import tensor_models
 from helpers.drawn import random_params
+from helpers.engines import LINE
 from helpers.named_models import model_of
-from helpers.plain_flax import dense
+from helpers.plain_flax import dense, mean_square
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import mesh, settings, started_with_numpy
@@ -37,11 +39,7 @@ class Net(nnx.Module):
         return self.last(self.drop(self.norm(self.first(x))))
 
 
-def squares(model, batch):
-    return jnp.mean(model(batch) ** 2)
-
-
-NET = jzero.from_flax(Net, squares)
+NET = jzero.from_flax(Net, mean_square)
 
 
 def plain(model, params, x):
@@ -93,7 +91,7 @@ def test_a_call_is_told_whether_it_trains():
 
 
 def test_an_nnx_call_is_told_too():
-    model = jzero.from_flax(Called, squares)
+    model = jzero.from_flax(Called, mean_square)
     step, state = started_with_numpy(model, config(), mesh())
     assert_close(step.predict(state, X[:5]), dense(random_params(model)["linear"], X[:5]))
 
@@ -147,36 +145,17 @@ def test_metrics_of_a_data_set_whose_last_batch_is_small():
     assert found == pytest.approx({"accuracy": right.mean(), "of ones": right[y == 1].mean()})
 
 
-class Line:
-    def init(self, rng):
-        return {"w": jnp.ones(4)}
-
-    def loss(self, params, batch, rng):
-        return (batch @ params["w"]).mean()
-
-
-class Deep(nnx.Module):
-    def __init__(self, rngs):
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.fork(split=2))
-
-    def prefix(self, batch):
-        return batch
-
-    def suffix(self, x, batch):
-        return x.mean()
-
-
 CELL = jzero.from_flax(lambda rngs: nnx.GRUCell(4, 4, rngs=rngs), lambda module, x: module(x, x)[0].mean())
 
 
 def test_what_is_refused():
-    for model, words in (
-        (Line(), "has no predictions"),
-        (jzero.from_flax(Deep), r"outputs\(x, batch\)"),
-        (CELL, r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"),
+    for model, batch, words in (
+        (LINE, X, "has no predictions"),
+        (tensor_models.model("nnx"), tensor_models.batches("nnx")[0], r"outputs\(x, batch\)"),
+        (CELL, X, r"missing a required argument: 'inputs'.*jzero.make_eval_step\(model, fn"),
     ):
         step, state = started_with_numpy(model, config(), mesh())
-        refuses(lambda step=step, state=state: step.predict(state, X), words)
+        refuses(lambda step=step, state=state, batch=batch: step.predict(state, batch), words)
     _, state = started_with_numpy(NET, config(3), mesh())
     total = jzero.make_eval_step(NET, lambda m, b: m(b).sum(), config(3), mesh=mesh())
     wide = jzero.make_eval_step(NET, lambda m, b: {"logits": m(b)}, config(3), mesh=mesh())

@@ -254,11 +254,11 @@ def test_a_mask_is_refused_while_batch_norm_is_synchronised(kind):
 
 
 class Layer(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+    def __init__(self, width, rngs):
+        self.linear, self.norm = nnx.Linear(8, width, rngs=rngs), nnx.BatchNorm(width, momentum=0.8, rngs=rngs)
 
     def __call__(self, x):
-        return x + nnx.relu(self.norm(self.linear(x)))
+        return nnx.relu(self.norm(self.linear(x)))
 
 
 class Deep(nnx.Module):
@@ -266,7 +266,7 @@ class Deep(nnx.Module):
 
     def __init__(self, rngs):
         self.first, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
-        self.stack = nnx.vmap(lambda rngs: Layer(rngs=rngs))(rngs.fork(split=4))
+        self.stack = nnx.vmap(lambda rngs: Layer(8, rngs=rngs))(rngs.split(4))
         self.last, self.out = nnx.BatchNorm(8, momentum=0.8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
         self.calls, self.factor = nnx.Variable(jnp.zeros((), jnp.int32)), nnx.Variable(jnp.ones(()))
 
@@ -280,15 +280,23 @@ class Deep(nnx.Module):
         return cross_entropy(self.out(self.last(x)), batch["y"])
 
 
+def chain(layers, x, norm=plain_norm):
+    """Compute linear layers, of which some are a `Layer`; return the result, and the parameters with new statistics."""
+    after = []
+    for p in layers:
+        if "norm" in p:
+            x, new = norm(p["norm"], dense(p["linear"], x))
+            x, p = jax.nn.relu(x), {**p, "norm": new}
+        else:
+            x = dense(p, x)
+        after.append(p)
+    return x, after
+
+
 def deep(params, x):
-    ends, layers = params["ends"], []
+    ends = params["ends"]
     x, norm = plain_norm(ends["norm"], dense(ends["first"], x))
-    x = x * ends["factor"]
-    for i in range(4):
-        layer = jax.tree.map(lambda w, i=i: w[i], params["stack"])
-        y, new = plain_norm(layer["norm"], dense(layer["linear"], x))
-        x = x + jax.nn.relu(y)
-        layers.append({**layer, "norm": new})
+    x, layers = chain([jax.tree.map(lambda w, i=i: w[i], params["stack"]) for i in range(4)], x * ends["factor"])
     x, last = plain_norm(ends["last"], x)
     ends = {**ends, "norm": norm, "last": last, "calls": ends["calls"] + 1, "factor": 0.5 * ends["factor"] + 0.1}
     return dense(ends["out"], x), {"ends": ends, "stack": jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}

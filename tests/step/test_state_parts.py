@@ -6,44 +6,23 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.drawn import random_params
-from helpers.plain_flax import cross_entropy, dense
+from helpers.plain_flax import cross_entropy
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import assert_close, mesh, run, started, started_with_numpy
-from test_state import ACCUM, BATCHES, PAIR, by_hand, config, evaluated, plain_norm
+from test_state import ACCUM, BATCHES, PAIR, Layer, by_hand, chain, config, evaluated
 
 import jzero
 from jzero.model import stack_loss
 
-
-class Block(nnx.Module):
-    def __init__(self, width, rngs):
-        self.linear, self.norm = nnx.Linear(8, width, rngs=rngs), nnx.BatchNorm(width, momentum=0.8, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(self.norm(self.linear(x)))
-
-
 ODD = [
-    jzero.LayerSpec(nnx.Linear, 6, 8), jzero.LayerSpec(Block, 8), jzero.LayerSpec(nnx.Linear, 8, 8),
-    jzero.LayerSpec(Block, 8), jzero.LayerSpec(Block, 16), jzero.LayerSpec(nnx.Linear, 16, 3),
+    jzero.LayerSpec(nnx.Linear, 6, 8), jzero.LayerSpec(Layer, 8), jzero.LayerSpec(nnx.Linear, 8, 8),
+    jzero.LayerSpec(Layer, 8), jzero.LayerSpec(Layer, 16), jzero.LayerSpec(nnx.Linear, 16, 3),
 ]  # fmt: skip
 
 
 def in_order(params):
     return [jax.device_get(params)["layers"][str(i)] for i in range(len(ODD))]
-
-
-def chain(layers, x, norm=plain_norm):
-    after = []
-    for p in layers:
-        if "norm" in p:
-            x, new = norm(p["norm"], dense(p["linear"], x))
-            x, p = jax.nn.relu(x), {**p, "norm": new}
-        else:
-            x = dense(p, x)
-        after.append(p)
-    return x, after
 
 
 CHUNKS = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
@@ -131,7 +110,7 @@ class Counting(nnx.Module):
 
     def __init__(self, rngs):
         self.ends = nnx.Linear(6, 6, rngs=rngs)
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs))(rngs.fork(split=2))
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs))(rngs.split(2))
         self.calls = nnx.Variable(jnp.zeros(()))
 
     def prefix(self, batch):
@@ -196,5 +175,5 @@ def test_modules_with_state_that_are_refused():
         return nnx.BatchNorm(6, axis_name="batch", rngs=rngs)
 
     refuses(lambda: jzero.from_flax(named, lambda m, b: m(b["x"]).mean()), "has axis_name = 'batch': leave it out")
-    tied = r"TiedLayerSpec\('a', Block\): tied layers cannot have state"
-    refuses(lambda: jzero.PipelineModule([jzero.TiedLayerSpec("a", Block, 8)], loss_fn=cross_entropy), tied)
+    tied = r"TiedLayerSpec\('a', Layer\): tied layers cannot have state"
+    refuses(lambda: jzero.PipelineModule([jzero.TiedLayerSpec("a", Layer, 8)], loss_fn=cross_entropy), tied)

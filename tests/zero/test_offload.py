@@ -198,19 +198,17 @@ def test_one_gpu_keeps_no_layers_weights_from_forward_to_backward():
 # ------------------------------------------------------------------------------------------- limits
 
 
-class Wide:
-    def init(self, rng):
-        return {"w": jnp.zeros((1024, 1024)), "v": jnp.zeros((1024, 1024))}
-
-    def loss(self, params, batch, rng):
-        return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"]) @ params["v"]))
+WIDE = SimpleNamespace(
+    init=lambda rng: {name: jnp.zeros((1024, 1024)) for name in "wv"},
+    loss=lambda params, batch, rng: jnp.mean(jnp.square(jnp.tanh(batch @ params["w"]) @ params["v"])),
+)
 
 
 @lru_cache
 def compiled(kind):
     zero = {"stage": 2, "offload_optimizer": {"device": kind}}
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero}
-    step = jzero.make_train_step(Wide(), config | BF16, mesh=jzero.make_mesh(devices=gpu_devices("h100", 1)))
+    step = jzero.make_train_step(WIDE, config | BF16, mesh=jzero.make_mesh(devices=gpu_devices("h100", 1)))
     return step, step.lower(jax.ShapeDtypeStruct((8, 1024), jnp.float32)).compile()
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -72,14 +73,6 @@ def test_blocks_with_odd_numbers():
     np.testing.assert_array_equal(there_and_back(np.full((2, 64), 1e-45, np.float32), 8)[2], 0)
 
 
-def mapped(function, x, out):
-    mesh = Mesh(np.array(jax.devices()), "zero")
-    run = jax.shard_map(
-        lambda x: function(x[0]), mesh=mesh, in_specs=PartitionSpec("zero"), out_specs=out, check_vma=False
-    )
-    return np.asarray(jax.jit(run)(x))
-
-
 @pytest.mark.parametrize(("node", "dim"), sample(product([1, 2, 4, 8], [0, 1]), strength=1))
 def test_gradients_are_rounded_summed_inside_nodes_and_again_across(dim, node):
     gradients = np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)  # of each device
@@ -92,26 +85,20 @@ def test_gradients_are_rounded_summed_inside_nodes_and_again_across(dim, node):
         step = np.repeat(rounded(parts, 4)[2], block_of(parts.shape[-1]), -1)
         slack += np.where(np.abs(np.abs(parts / step) % 1 - 0.5) < 1e-5, step, 0).sum(0) * 1.01
         parts = rounded(parts, 4)[0]
-    found = mapped(
-        lambda g: zeropp.reduce_scatter(g, dim, zeropp.ZeroPlusPlus(gradients=True, node=node)).reshape(1, -1),
-        gradients,
-        PartitionSpec("zero"),
-    )
-    assert (np.abs(found - parts.sum(0)) <= slack).all()
+    plus, split = zeropp.ZeroPlusPlus(gradients=True, node=node), PartitionSpec("zero")
+    run = jax.shard_map(
+        lambda g: zeropp.reduce_scatter(g[0], dim, plus).reshape(1, -1),
+        mesh=Mesh(np.array(jax.devices()), "zero"), in_specs=split, out_specs=split, check_vma=False,
+    )  # fmt: skip
+    assert (np.abs(jax.jit(run)(gradients) - parts.sum(0)) <= slack).all()
     assert (slack < 2e-5).mean() > 0.9
 
 
 @pytest.mark.parametrize(("per_host", "zero", "expected"), [(8, 8, 8), (4, 8, 4), (2, 4, 2), (1, 8, 1), (3, 4, 1)])
 def test_a_node_is_what_one_host_holds_of_a_zero_group(per_host, zero, expected):
-    class Device:
-        def __init__(self, index):
-            self.process_index = index // per_host
-
-    class Arranged:
-        axis_names, shape = ("data", "zero"), {"zero": zero}
-        devices = np.array([Device(i) for i in range(8)]).reshape(-1, zero)
-
-    assert zeropp.devices_per_host(Arranged) == expected
+    devices = np.array([SimpleNamespace(process_index=i // per_host) for i in range(8)]).reshape(-1, zero)
+    arranged = SimpleNamespace(axis_names=("data", "zero"), shape={"zero": zero}, devices=devices)
+    assert zeropp.devices_per_host(arranged) == expected
 
 
 def step_of(plus, layout, mesh=None, **more):
@@ -127,13 +114,17 @@ def run(step, steps=10):
 
 
 ALL = {**QWZ, **QGZ, **hpz(4)}
-NEAR = [(QWZ, Layout(3, 8, 2, unroll=False)), (QGZ, Layout(3, 8, 2, unroll=False)), (ALL, Layout(3, 8, 1, "full"))]
+NEAR = [
+    *((plus, Layout(3, 8, 2, unroll=False), {}) for plus in (QWZ, QGZ)),
+    (ALL, Layout(3, 8, 1, "full"), {}),
+    ({**ALL, **hpz(2)}, Layout(3, 4, 4), {"pipe": 2}),
+]
 
 
-@pytest.mark.parametrize(("plus", "layout"), keep(NEAR, NEAR[2:]), ids=str)
-def test_losses_stay_near_those_of_the_plain_loop(plus, layout):
+@pytest.mark.parametrize(("plus", "layout", "degrees"), keep(NEAR, NEAR[2:3]), ids=str)
+def test_losses_stay_near_those_of_the_plain_loop(plus, layout, degrees):
     """Nearer than the exact losses of neighbouring steps are to each other."""
-    losses = run(step_of(plus, layout, gradient_clipping=0.53))[1]
+    losses = run(step_of(plus, layout, jzero.make_mesh(**degrees), gradient_clipping=0.53))[1]
     exact = reference("decoder").losses
     assert 1e-6 < np.abs(np.array(losses) - exact).max() < np.abs(np.diff(exact)).mean() / 2
 
@@ -155,13 +146,6 @@ def test_hpz_is_stage_3_bit_for_bit(layout, degrees, more, n):
     batch = batches("decoder")[3]
     assert float(step.evaluate(state, batch)) == float(plain.evaluate(expected, batch))
     assert_bitwise(state, expected)
-
-
-@pytest.mark.slow
-def test_pipelines_have_all_parts():
-    layout, mesh = Layout(3, 4, 4), jzero.make_mesh(pipe=2)
-    losses, found = (run(step_of(plus, layout, mesh), 3)[1] for plus in ({}, {**QWZ, **QGZ, **hpz(2)}))
-    assert 1e-6 < np.abs(np.subtract(found, losses)).max() < 1e-2
 
 
 @pytest.mark.parametrize("frozen", [(), ("^stack/w",)])
