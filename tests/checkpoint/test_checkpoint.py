@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections import namedtuple
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -183,6 +184,29 @@ def test_a_checksum_in_parts_by_numpy_sees_the_order(dtype, monkeypatch):
         )
     assert same == total
     assert total not in others
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # one error, no further tracebacks
+def test_damage_is_found_and_the_checkpoint_before_it_is_read(tmp_path):
+    """For every file in turn, deleted and cut: reading raises an error that names the checkpoint, or is what was saved.
+
+    The fuzzer of checkpoints (tests/faults) changes bytes.
+    """
+    for seed, tag in enumerate(("good", "bad")):
+        save(state(seed), tmp_path, tag).wait()
+    bad, expected, harmless, said = tmp_path / "bad", state(1), [], []
+    for file, deleted in product(sorted(p for p in bad.rglob("*") if p.is_file()), (True, False)):
+        whole = file.read_bytes()
+        file.unlink() if deleted else file.write_bytes(whole[: len(whole) // 2])
+        try:
+            assert_read(tmp_path, expected)
+            harmless.append(str(file.relative_to(bad)))
+        except jzero.CheckpointError as error:
+            said.append(str(error))
+        file.write_bytes(whole)
+    assert_read(tmp_path, state(0), tag="good")
+    assert [text for text in said if str(bad) not in text] == []
+    assert not [name for name in harmless if name.startswith(("notes.json", "state/d/", "state/manifest"))]
 
 
 def test_changed_notes_and_leaves_are_noticed(tmp_path):

@@ -1,5 +1,7 @@
 """Every layout against the plain single-device optax loop."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,13 @@ def test_leaves_under_the_persistence_threshold_stay_replicated(threshold, unrol
     check_against_reference("decoder", layout, zero_optimization=section)
     for leaf in jax.tree.leaves(prepare("decoder", layout, zero_optimization=section)[0].layouts):
         assert (leaf.dim is None) == (np.prod(leaf.shape[leaf.stacked :]) < threshold), leaf
+
+
+@pytest.mark.parametrize(("more", "dtype"), [({}, "bf16"), ({"communication_data_type": "fp32"}, "f32")])
+def test_the_dtype_of_the_reduction(more, dtype):
+    step, _ = prepare("decoder", Layout(2, 8, 1, unroll=False, precision="bf16"), **more)
+    text = step.lower(batches("decoder")[0]).as_text()
+    assert set(re.findall(r"stablehlo.reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.DOTALL)) == {dtype}
 
 
 @pytest.mark.parametrize("stage", keep([1, 2, 3], [3]))
