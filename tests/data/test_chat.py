@@ -39,11 +39,9 @@ def make_tokenizer(template):
     return tokenizer
 
 
-def turns(*contents, system=None):
+def turns(*contents):
     """A conversation of user and assistant in turn."""
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 CHATS = [
@@ -234,13 +232,10 @@ def by_template(tokenizer, prompt, messages):
 
 def check_pairs(pairs, wanted):
     rows = pairs.rows(np.arange(len(pairs)))
-    for number, (chosen, rejected) in enumerate(wanted):
-        for side, (inputs, labels) in (("chosen", chosen), ("rejected", rejected)):
-            assert rows[side].keys() == {"inputs", "labels"}
-            assert rows[side]["inputs"].dtype == rows[side]["labels"].dtype == np.int32
-            assert rows[side]["inputs"][number].tolist() == inputs
-            assert rows[side]["labels"][number].tolist() == labels
-    assert len(pairs) == len(wanted)
+    for i, side in enumerate(("chosen", "rejected")):
+        assert {name: x.dtype for name, x in rows[side].items()} == {"inputs": np.int32, "labels": np.int32}
+        found = zip(rows[side]["inputs"].tolist(), rows[side]["labels"].tolist(), strict=True)
+        assert [*found] == [pair[i] for pair in wanted]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

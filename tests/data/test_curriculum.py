@@ -22,11 +22,9 @@ from jzero.display.text_table import size_text
 from jzero.planner import memory
 
 LENGTH = 12  # of whole sequences
-LINEAR = {"total_curriculum_step": 3, "difficulty_step": 4}
-LEGACY = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": LENGTH,
-    "schedule_type": "fixed_linear", "schedule_config": LINEAR,
-}  # fmt: skip
+LINEAR = {"min_difficulty": 4, "max_difficulty": LENGTH, "schedule_type": "fixed_linear",
+          "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 4}}  # fmt: skip
+LEGACY = {"enabled": True, "curriculum_type": "seqlen", **LINEAR}
 NEWER = {
     "enabled": True, "seed": 1,
     "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 2}},
@@ -34,10 +32,9 @@ NEWER = {
         "enabled": True, "num_epochs": 2, "num_workers": 0, "dynamic_batching": {"enabled": False},
         "curriculum_learning": {
             "enabled": True, "data_cluster_path": "/nowhere",
-            "curriculum_metrics": {"seqlen_truncate": {
-                "difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 4,
-                "max_difficulty": LENGTH, "schedule_type": "fixed_linear", "schedule_config": LINEAR,
-            }},
+            "curriculum_metrics": {
+                "seqlen_truncate": {"difficulty_type": "value", "clustering_type": "single_cluster", **LINEAR},
+            },
         },
     },
 }  # fmt: skip
@@ -123,8 +120,8 @@ def bigram_loss(params, batch):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1).mean()
 
 
-def tokens(seed, rows=ROWS):
-    x = np.random.default_rng(seed).integers(0, VOCABULARY, (rows, LENGTH + 1)).astype(np.int32)
+def tokens(seed):
+    x = np.random.default_rng(seed).integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
     return {"inputs": x[:, :-1], "labels": x[:, 1:]}
 
 

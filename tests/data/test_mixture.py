@@ -11,7 +11,7 @@ import pytest
 from helpers.loaders import Rows, Sizes, take
 from helpers.refusals import refuses
 from helpers.steps import mesh
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jzero
@@ -59,34 +59,26 @@ def walk(lengths, stages, exhaustion, seed, block, most):
 
 
 MANY = 100
-cases = st.fixed_dictionaries(
-    {
-        "lengths": st.lists(st.integers(1, 40), min_size=1, max_size=4),
-        "stages": st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=1, max_size=3),
-        "starts": st.lists(st.integers(1, 60), min_size=2, max_size=2, unique=True),
-        "seed": st.integers(0, 2**40),
-        "block": st.sampled_from([40, 64]),
-    }
-)
 
 
-def stages_of(case):
-    stages = dict(zip([0, *sorted(case["starts"])], case["stages"], strict=False))
-    stages = {start: weights[: len(case["lengths"])] for start, weights in stages.items()}
-    assume(all(any(weights) for weights in stages.values()))
-    return stages
+@st.composite
+def cases(draw):
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    starts = [0, *draw(st.lists(st.integers(1, 60), max_size=2, unique=True))]
+    weights = st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)).filter(any)
+    return lengths, {start: draw(weights) for start in sorted(starts)}
 
 
 @settings(max_examples=60)
-@given(case=cases, exhaustion=st.sampled_from(["repeat", "drop", "stop"]))
-def test_any_number_is_what_a_loop_finds(case, exhaustion):
-    stages, lengths = stages_of(case), case["lengths"]
-    with mock.patch.object(interleave, "BLOCK", case["block"]):
-        wanted = walk(lengths, stages, exhaustion, case["seed"], case["block"], MANY)
+@given(cases(), st.sampled_from(["repeat", "drop", "stop"]), st.integers(0, 2**40), st.sampled_from([40, 64]))
+def test_any_number_is_what_a_loop_finds(case, exhaustion, seed, block):
+    lengths, stages = case
+    with mock.patch.object(interleave, "BLOCK", block):
+        wanted = walk(lengths, stages, exhaustion, seed, block, MANY)
         if len(wanted) < max(stages) and exhaustion == "drop":
-            refuses(lambda: Interleaving(lengths, stages, exhaustion, case["seed"]), "are used up at sample")
+            refuses(lambda: Interleaving(lengths, stages, exhaustion, seed), "are used up at sample")
             return
-        found = Interleaving(lengths, stages, exhaustion, case["seed"])
+        found = Interleaving(lengths, stages, exhaustion, seed)
         assert found.length == (ENDLESS if exhaustion == "repeat" else len(wanted)) or len(wanted) == MANY
         numbers = np.arange(len(wanted))
         together = np.stack(found.locate(numbers), axis=1)
@@ -229,9 +221,8 @@ def test_mixtures_of_nearly_the_same_weights(one, other, same):
 THREE = (Rows(3), 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_what_does_not_fit():
+    for make, words in (
         (lambda: Mixture({}), "with at least one source"),
         (lambda: Mixture([Rows(3)]), r"must be \{name: \(source, weight\)\}"),
         (lambda: Mixture({"a": Rows(3)}), r"sources\['a'\] is Rows: must be \(source, weight\)"),
@@ -249,7 +240,5 @@ THREE = (Rows(3), 1)
             "used up at sample 3, before the next stage begins at 5"),
         (lambda: Mixture({"a": (np.zeros((3, 2)), 1), "b": (np.zeros((3, 4), int), 1)}),
             r"source 'b' has samples int64\[4\], and 'a' has samples float64\[2\]: all sources must have the same"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit(make, words):
-    refuses(make, words)
+    ):  # fmt: skip
+        refuses(make, words)

@@ -16,31 +16,23 @@ def first_batch(source, **more):
     return next(iter(DataLoader(source, Sizes(2, 1, 1), **more)))
 
 
-class Wrong(Rows):
-    def rows(self, indices):
-        return np.zeros(7)
-
-
-@pytest.mark.parametrize(
-    ("position", "words"),
-    [
+def test_positions_that_do_not_fit():
+    for position, words in (
         (None, "position = None: must be"),
         ({"epoch": 0, "samples": 1, "rank": 2}, "must be"),
         ({"epoch": 0.0, "samples": 4}, "whole numbers from 0"),
         ({"epoch": 0, "samples": 4, "begun": 6}, "begun must be at most samples"),
         ({"epoch": 0, "samples": 100}, "training_data has 20 samples per epoch, so the position belongs to other data"),
-    ],
-)
-def test_positions_that_do_not_fit(position, words):
-    for kind in ("arrays", "function"):
-        loader = DataLoader(data(kind, 20), Sizes(4, 1, 1))
-        with pytest.raises(jzero.ConfigError, match=words):
-            next(iter(loader.seek(position) or loader))
+    ):
+        for kind in ("arrays", "function"):
+            loader = DataLoader(data(kind, 20), Sizes(4, 1, 1))
+            refuses(lambda position=position, loader=loader: next(iter(loader.seek(position) or loader)), words)
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
+def test_bad_data():
+    wrong = Rows(8)
+    wrong.rows = lambda indices: np.zeros(7)
+    for bad, words in (
         ([], "training_data contains no samples"),
         (lambda: iter(()), "training_data contains no samples"),
         ({"x": np.zeros(4), "y": np.zeros(3)}, r"have \[3, 4\] samples"),
@@ -52,13 +44,11 @@ def test_positions_that_do_not_fit(position, words):
         (np.array(["a", "b"]), "training_data has dtype <U1; expected numbers"),
         ([np.zeros(2), np.zeros(3)] * 2, r"2 shapes, such as \(2,\) and \(3,\).*Packed"),
         (SimpleNamespace(rows=lambda indices: np.zeros(7), __len__=None), "training_data is SimpleNamespace"),
-        (Wrong(8), r"returned a leaf of shape \(7,\) for 2 indices"),
+        (wrong, r"returned a leaf of shape \(7,\) for 2 indices"),
         ([[1, 2], [3]], "samples have 2 shapes"),
         ([[[1], [2, 3]]] * 2, "samples have lists of uneven length"),
-    ],
-)
-def test_bad_data(bad, words):
-    refuses(lambda: first_batch(bad), words)
+    ):
+        refuses(lambda bad=bad: first_batch(bad), words)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "function"])

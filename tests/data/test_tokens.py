@@ -1,6 +1,7 @@
 """Text to tokens to windows and back; errors for other files."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -78,9 +79,8 @@ def test_documents_of_every_form(kind, tmp_path):
     assert np.load(tmp_path / "t.npy").tolist() == [x for text in expected for x in (*text.encode(), 256)]
 
 
-@pytest.mark.parametrize(
-    ("texts", "words"),
-    [
+def test_what_contains_no_documents(tmp_path):
+    for texts, words in (
         ("one text", "'one text' is no file: give the path of a JSONL file, a list of samples or a Hugging Face"),
         (b'{"text": "a"}\n{"text": "b"', r"bad.jsonl line 2 is no JSON \(.*\): .*datasets.load_dataset"),
         (b'{"text": "a"}\n"\xff"', r"bad.jsonl line 2 is no text in UTF-8 \(.* byte 1\): save the file as UTF-8$"),
@@ -89,14 +89,11 @@ def test_documents_of_every_form(kind, tmp_path):
         (["a", b"b"], r"texts\[1\]: no column 'text': the sample is bytes"),
         ({"train": ["a"]}, "is a mapping with train: pass one split"),
         (3, "is int: must be a list of samples"),
-    ],
-)
-def test_what_contains_no_documents(texts, words, tmp_path):
-    if isinstance(texts, bytes):
-        (tmp_path / "bad.jsonl").write_bytes(texts)
-        texts = tmp_path / "bad.jsonl"
-    refuses(lambda: write_tokens(texts, tmp_path / "t.npy", Bytes()), words)
-    assert not (tmp_path / "t.npy").exists()
+    ):
+        (tmp_path / "bad.jsonl").write_bytes(texts if isinstance(texts, bytes) else b"")
+        given = tmp_path / "bad.jsonl" if isinstance(texts, bytes) else texts
+        refuses(lambda given=given: write_tokens(given, tmp_path / "t.npy", Bytes()), words)
+        assert not (tmp_path / "t.npy").exists()
 
 
 def test_the_end_of_a_document(tmp_path):
@@ -158,21 +155,19 @@ def test_windows(tmp_path):
     assert len(TokenFile(np.arange(10), 5)) == 1
 
 
-@pytest.mark.parametrize(
-    ("array", "sequence", "vocabulary", "words"),
-    [
+def test_invalid_tokens(tmp_path):
+    for array, sequence, vocabulary, words in (
         (np.zeros(9, np.float32), 4, None, r"has dtype float32 and shape \(9,\); expected integers in one"),
         (np.zeros((3, 3), int), 4, None, r"has dtype int64 and shape \(3, 3\)"),
         (np.arange(9), 9, None, "sequence = 9: must be from 1 to 8"),
         (np.arange(9), 4, 8, "token 8 is outside a vocabulary of 8: vocab_size must be larger"),
         (np.arange(-1, 8), 4, 8, "token -1 is outside a vocabulary of 8"),
         (np.arange(9) + 2**40, 4, None, f"token {2**40 + 8} does not fit int32"),
-    ],
-)
-def test_invalid_tokens(array, sequence, vocabulary, words, tmp_path):
-    np.save(tmp_path / "t.npy", array)
-    for given in (array, tmp_path / "t.npy"):
-        refuses(lambda given=given: TokenFile(given, sequence, vocabulary).rows(np.array([0, 1])), words)
+    ):
+        np.save(tmp_path / "t.npy", array)
+        for given in (array, tmp_path / "t.npy"):
+            make = partial(TokenFile, given, sequence, vocabulary)
+            refuses(lambda make=make: make().rows(np.array([0, 1])), words)
 
 
 def test_invalid_files(tmp_path):

@@ -57,7 +57,7 @@ def config(stage=0, accum=ACCUM):
     return settings(None, stage, accum, train_micro_batch_size_per_gpu=MICRO)
 
 
-def build(model, stage=0, pipe=1):
+def build(model=Net, stage=0, pipe=1, criterion=criterion):
     mesh = jzero.make_mesh(pipe=pipe)
     return jzero.initialize(model=model, criterion=criterion, config=config(stage), mesh=mesh)[0]
 
@@ -202,24 +202,17 @@ def test_calls_that_do_not_fit(step):
     refuses(lambda: unread.shape, r"these outputs were not read before .*before engine.step\(\)")
 
 
-def initialize(model=Net, **more):
-    return jzero.initialize(model=model, config=config(), **more)[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_models_that_do_not_fit():
+    for make, words in (
         (lambda: build(jzero.from_flax(Net, lambda m, b: 0.0)), r"from_flax\(Net\) has a loss already"),
         (lambda: jzero.from_flax(Net, criterion, criterion=criterion), "loss_fn and criterion are both given"),
         (lambda: build(nn.Dense(3)), "a Linen module needs an example too"),
         (lambda: jzero.from_flax(nn.Dense(2), criterion=criterion), "and example_batch"),
-        (lambda: initialize(criterion="mse"), "criterion = 'mse': must be a function"),
-        (lambda: initialize(jzero.from_flax(Net(nnx.Rngs(KEY)), lambda module, batch: 0.0)).loss(None, None),
+        (lambda: build(criterion="mse"), "criterion = 'mse': must be a function"),
+        (lambda: build(jzero.from_flax(Net(nnx.Rngs(KEY)), lambda module, batch: 0.0), criterion=None).loss(None, None),
             r"this model has its loss inside, so write loss = engine\(batch\)"),
-    ],
-)  # fmt: skip
-def test_models_that_do_not_fit(make, words):
-    refuses(make, words)
+    ):  # fmt: skip
+        refuses(make, words)
 
 
 def test_modules_of_torch():
@@ -228,7 +221,6 @@ def test_modules_of_torch():
         (nn.CrossEntropyLoss(), r"criterion = CrossEntropyLoss is a torch.nn.Module.*optax.softmax_"),
         (nn.functional.cross_entropy, r"criterion = cross_entropy is a function of PyTorch.*optax.softmax_"),
     ):
-        refuses(lambda function=function: initialize(criterion=function), words)
+        refuses(lambda function=function: build(criterion=function), words)
     for model in (nn.Linear(3, 3), nn.Linear):
-        words = r"model = Linear is a torch.nn.Module.*write it in Flax"
-        refuses(lambda model=model: initialize(model, criterion=criterion), words)
+        refuses(lambda model=model: build(model), r"model = Linear is a torch.nn.Module.*write it in Flax")

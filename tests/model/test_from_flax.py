@@ -264,16 +264,16 @@ class Noise(nnx.Module):
 
 def test_constants_that_differ_between_layers_are_refused():
     """Those of NaN are equal."""
-    for last in (jnp.nan, 1.0):
-        layers = lambda rngs, last=last: nnx.Sequential(Gap(rngs, jnp.nan), Gap(rngs, last))  # noqa: E731
-        model = jzero.from_flax(layers, mean_square, stack="layers")
-        if jnp.isnan(last):
-            params, plain = random_params(jzero.from_flax(layers, mean_square)), nnx_loss(layers, mean_square)
-            losses = jax.jit(lambda own, params: (model.loss(own, X, None), plain(params, X, None)))  # noqa: B023
-            np.testing.assert_allclose(*losses(model.adopt(params), params), rtol=1e-5)
-        else:
-            words = r"the constant table differs between layers\.0 and layers\.1"
-            refuses(lambda model=model: model.loss(model.init(KEY), X, None), words)
+
+    def layers(last):
+        return lambda rngs: nnx.Sequential(Gap(rngs, jnp.nan), Gap(rngs, last))
+
+    alike, other = (jzero.from_flax(layers(last), mean_square, stack="layers") for last in (jnp.nan, 1.0))
+    plain, params = nnx_loss(layers(jnp.nan), mean_square), random_params(jzero.from_flax(layers(jnp.nan), mean_square))
+    losses = jax.jit(lambda own, params: (alike.loss(own, X, None), plain(params, X, None)))
+    np.testing.assert_allclose(*losses(alike.adopt(params), params), rtol=1e-5)
+    words = r"the constant table differs between layers\.0 and layers\.1"
+    refuses(lambda: other.loss(other.init(KEY), X, None), words)
     model = jzero.from_flax(type("NoiseStack", (TableStack,), {"layer": Noise}))
     params = jax.eval_shape(model.init, KEY)
     words = r"stack\.noise .*differs between the layers.*nnx\.Param.*frozen_par"

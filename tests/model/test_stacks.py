@@ -9,25 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import stack_models
 from helpers.drawn import random_params
-from helpers.plain_flax import mean_square, nnx_loss
+from helpers.plain_flax import cross_entropy, mean_square, nnx_loss
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.stack_models import (
-    BATCHES,
-    GPT,
-    LAYERS,
-    ROWS,
-    VOCAB,
-    WIDTH,
-    ScannedGPT,
-    Small,
-    SmallGPT,
-    SmallScannedGPT,
-    causal_mask,
-    cross_entropy,
-    loss_fn,
-)
+from helpers.stack_models import BATCHES, ROWS, VOCAB, WIDTH, Small, SmallGPT, causal_mask, loss_fn
 from helpers.steps import assert_close, compare, mesh, settings
 
 import jzero
@@ -45,7 +32,7 @@ class Tied(SmallGPT):
         return self.tokens.attend(self.run(first, mask) + first)
 
 
-TRAINED = [(Tied, 0, {}), (SmallGPT, 0, {}), (GPT, 3, {}), (ScannedGPT, 1, PIPE)]
+TRAINED = [(Tied, 0, {}), (SmallGPT, 0, {}), (stack_models.GPT, 3, {}), (stack_models.ScannedGPT, 1, PIPE)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +75,7 @@ class Encoder(nnx.Module):
     """A scanned stack inside another module, beside a scan of something else."""
 
     def __init__(self, rngs):
-        self.encoder = SmallScannedGPT(rngs)
+        self.encoder = stack_models.SmallScannedGPT(rngs)
 
     def __call__(self, tokens):
         logits = self.encoder(tokens)
@@ -99,7 +86,7 @@ class Methods(SmallGPT):
     """Hidden states of all layers go into the head: not a chain, but written as one with two methods."""
 
     def make_blocks(self, rngs, rate):
-        return nnx.List([Collecting(rngs) for _ in range(LAYERS)])
+        return nnx.List([Collecting(rngs) for _ in range(stack_models.LAYERS)])
 
     def prefix(self, batch):
         return self.tokens(batch["x"]), jnp.zeros((*batch["x"].shape, WIDTH))

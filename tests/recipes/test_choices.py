@@ -136,9 +136,22 @@ def test_no_step_is_taken_at_rate_zero(steps):
 EACH = {"none": 100, "matmuls": 40, "full": 10}  # bytes of a row, besides 100 of state
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """(the steps that were compiled, the function that makes one); memory is linear in the micro-batch."""
+@pytest.mark.parametrize(
+    ("given", "most", "length", "expected"),
+    [
+        ({}, 10_000, 512, Fit(16, "none", 1700)),  # all rows at once
+        ({}, 1000, 512, Fit(8, "none", 900)),  # 8 x 512 tokens are enough
+        ({}, 1000, 64, Fit(16, "matmuls", 740)),  # small rows: recompute for a larger micro-batch
+        ({}, 300, 64, Fit(16, "full", 260)),
+        ({}, 190, 64, Fit(8, "full", 180)),
+        ({}, 110, 64, Fit(1, "full", 110)),
+        ({}, 109, 64, 110),  # nothing fits; this much would be needed
+        ({"activation_checkpointing": {"policy": "full"}}, 10_000, 64, Fit(16, "full", 260)),  # what is given is kept
+        ({MICRO: 2}, 250, 64, Fit(2, "matmuls", 180)),
+    ],
+)
+def test_the_fastest_that_fits(given, most, length, expected, monkeypatch):
+    """Memory is linear in the micro-batch; no step is compiled twice."""
     tried = []
 
     def make(config):
@@ -147,29 +160,5 @@ def compiled(monkeypatch):
         return SimpleNamespace(lower=lambda batch: SimpleNamespace(compile=lambda: peak)), None
 
     monkeypatch.setattr(fitting, "memory", lambda peak, step: SimpleNamespace(peak=peak))
-    return tried, make
-
-
-@pytest.mark.parametrize(
-    ("most", "length", "expected"),
-    [
-        (10_000, 512, Fit(16, "none", 1700)),  # all rows at once
-        (1000, 512, Fit(8, "none", 900)),  # 8 x 512 tokens are enough
-        (1000, 64, Fit(16, "matmuls", 740)),  # small rows: recompute for a larger micro-batch
-        (300, 64, Fit(16, "full", 260)),
-        (190, 64, Fit(8, "full", 180)),
-        (110, 64, Fit(1, "full", 110)),
-        (109, 64, 110),  # nothing fits; this much would be needed
-    ],
-)
-def test_the_fastest_that_fits(most, length, expected, compiled):
-    tried, make = compiled
-    assert choose_fit(make, {}, rows=16, length=length, most=most) == expected
+    assert choose_fit(make, given, rows=16, length=length, most=most) == expected
     assert len(tried) == len(set(tried)) <= 9
-
-
-def test_what_is_given_is_kept(compiled):
-    _, make = compiled
-    kept = {"activation_checkpointing": {"policy": "full"}}
-    assert choose_fit(make, kept, 16, 64, 10_000) == Fit(16, "full", 260)
-    assert choose_fit(make, {MICRO: 2}, 16, 64, 250) == Fit(2, "matmuls", 180)

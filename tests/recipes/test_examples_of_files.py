@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import fine_tuning
 from helpers.refusals import refuses, says
 from helpers.stored_cases import check_cases
 
@@ -15,12 +16,10 @@ from models.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("transformers")
 
-CHAT = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2."}]}
+SAMPLES = {kind: make("1?", " 2.") for kind, make in fine_tuning.SAMPLES.items()}
+CHAT = SAMPLES["chat"]
 TALK = CHAT["messages"]
-PAIR = {"prompt": "1?", "chosen": " 2.", "rejected": " 3."}
-SAMPLES = {"text": {"text": "one two"}, "completions": {"prompt": "1?", "completion": " 2."}, "chat": CHAT,
-           "preferences": PAIR}  # fmt: skip
-TRAINED = {"text": "one two", "completions": " 2.", "chat": "2.", "preferences": " 2."}  # and an end
+TRAINED = {"text": "?  2.", "completions": " 2.", "chat": " 2.", "preferences": " 2. Friend!"}  # and an end
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,7 @@ def test_every_form_of_every_kind(kind, form, tmp_path, tokenizer):
     assert found.words().endswith("; not read: test") == (form == "train")
     rows = found.rows(tokenizer, 64, len(tokenizer), pack=False).rows(np.arange(2))
     labels = rows.get("chosen", rows)["labels"][1]
-    expected = TRAINED[kind][1:] if kind == "text" else TRAINED[kind]
-    assert tokenizer.decode(labels[labels >= 0]) == f"{expected}<|im_end|>"
+    assert tokenizer.decode(labels[labels >= 0]) == f"{TRAINED[kind]}<|im_end|>"
 
 
 def test_a_text_file_is_one_text_in_rows(tmp_path, tokenizer):

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import operator
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,11 @@ from jzero.recipes.demo import PROMPTS, train_demo
 from jzero.recipes.recipe_table import load_recipes
 
 ROOT = Path(__file__).parents[2]
-RECIPES = load_recipes()
+RECIPES, NAME = load_recipes(), operator.attrgetter("name")
 find_model = functools.cache(recipe_table.find_model)
 
 
-def named(recipes):
-    return [pytest.param(recipe, id=recipe.name) for recipe in recipes]
-
-
-@pytest.mark.parametrize("recipe", named(RECIPES))
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAME)
 def test_configs_are_valid_and_figures_are_plausible(recipe, monkeypatch):
     """A run takes all its tokens; a GPU has no more memory than it has, nor computes faster than its peak in bf16."""
     monkeypatch.setattr(recipe_table, "find_model", find_model)  # recipes share models
@@ -46,7 +43,7 @@ def test_configs_are_valid_and_figures_are_plausible(recipe, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
-@pytest.mark.parametrize("recipe", named(RECIPES))
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAME)
 def test_each_fits_and_its_figures_are_those_of_the_planner(recipe, no_compilation_cache):
     cluster = {"gpu": recipe.gpu, "nodes": recipe.nodes, "gpus_per_node": recipe.gpus_per_node}
     made = jzero.plan(recipe.make_model(), recipe.config, tokens(recipe.sequence), **cluster)
@@ -60,7 +57,7 @@ def test_each_fits_and_its_figures_are_those_of_the_planner(recipe, no_compilati
 @pytest.mark.matrix
 @pytest.mark.gpu_compile
 @needs_cuda_compiler
-@pytest.mark.parametrize("recipe", named(recipe for recipe in RECIPES if recipe.searched))
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.searched], ids=NAME)
 def test_a_search_finds_none_more_than_5_percent_faster(recipe, monkeypatch):
     """Of micro-batch and recomputation. A commit runs a part of the recipes, `--matrix-part`."""
     monkeypatch.syspath_prepend(ROOT / "docs")

@@ -67,8 +67,8 @@ def engine(*arguments, seed=0, **keywords):
     return jzero.Engine(made, jax.random.key(seed), params=drawn(made.state_shapes.params, scale=0.2, seed=seed))
 
 
-def logits(made, params, tokens=TOKENS):
-    return np.asarray(jax.jit(lambda params: made.module(params)(tokens))(jax.device_get(params)))
+def logits(made, params):
+    return np.asarray(jax.jit(lambda params: made.module(params)(TOKENS))(jax.device_get(params)))
 
 
 def same(a, b):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.drawn import drawn
+from helpers.plain_flax import mean_square
 from helpers.refusals import says
 from helpers.sampling import some
 from llamas import GROUPED, TOKENS, engine, logits, model, same, step
@@ -149,16 +150,12 @@ class Classifier(nnx.Module):
         return self.fc2(nnx.relu(self.fc1(x)))
 
 
-def loss_fn(module, batch, rng):
-    return (module(batch) ** 2).mean()
-
-
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
     path = tmp_path_factory.mktemp("classifier")
-    plain = engine(jzero.from_flax(Classifier, loss_fn), seed=5)
+    plain = engine(jzero.from_flax(Classifier, mean_square), seed=5)
     weights.save(plain.state.params, plain.step_fn, path, "model.safetensors", np.dtype("float32"))
-    wrapped = jzero.from_flax(lambda rngs: Classifier(rngs, rank=2), loss_fn)
+    wrapped = jzero.from_flax(lambda rngs: Classifier(rngs, rank=2), mean_square)
     return path, plain, jzero.Engine(step(wrapped, 3, zero=2, more=TRAINED), jax.random.key(0))
 
 
@@ -208,10 +205,7 @@ def test_refused_adapters(tmp_path, base, adapter):
     others = jax.tree_util.tree_map_with_path(lambda path, x: -x if "lora_" in path[-1].key else x, params)
     assert same(weights.load(both / "adapter_model.safetensors", made.step_fn, params=others), params)
     says(lambda: base[1].save_adapters(tmp_path / "no"), "no adapters", "lora=LoRAConfig", "transformers has")
-    table = base[1].step_fn.model.weights_layout()
-    jzero.checkpoint.save(
-        {"params": base[1].state.params}, tmp_path / "plain", tag="last", notes={"weights": table}
-    ).wait()
+    base[1].save_checkpoint(tmp_path / "plain").wait()
     says(lambda: weights.export(tmp_path / "plain", tmp_path / "no", adapters=True), "no adapters")
     assert not (tmp_path / "no").exists()
 

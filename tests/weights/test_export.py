@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 from flax import nnx
 from helpers.named_models import model_of
 from helpers.refusals import says
-from launcher.jobs import Command
+from launcher.jobs import ROOT, Command
 from llamas import Net, One, engine, same
 from safetensors.numpy import load_file
 
@@ -36,6 +35,11 @@ def saved(tmp_path_factory):
     made = engine(stage=3, pipe=2, zero=2)
     made.save_checkpoint(path).wait()
     return path, made
+
+
+@pytest.fixture(scope="module")
+def half():
+    return engine(Net(), zero=2, more={"fp16": {"enabled": True}})
 
 
 def export(*arguments):
@@ -91,7 +95,7 @@ def test_a_model_without_a_table_keeps_its_names(tmp_path, make):
     made = make()
     saved, loaded = engine(made, 3, zero=2), engine(made, 1, seed=1, zero=2)
     out = exported(saved, tmp_path)
-    paths = jax.tree_util.tree_flatten_with_path(saved.state.params)[0]
+    paths = jax.tree_util.tree_leaves_with_path(saved.state.params)
     there = {jax.tree_util.keystr(path, simple=True, separator=".") or "params": x for path, x in paths}
     assert same(load_file(out / "model.safetensors"), there)
     assert not same(loaded.state.params, saved.state.params)
@@ -181,13 +185,16 @@ def test_what_is_no_checkpoint(tmp_path, saved, capsys):
     assert not out.exists()
 
 
-def test_what_is_no_place_to_write(tmp_path, saved, monkeypatch):
+def test_what_is_no_place_to_write(tmp_path, saved, half, monkeypatch):
     path, full = saved[0], tmp_path / "full"
     full.mkdir()
     (full / "mine").write_text("x")
     says(lambda: weights.export(path, full), f"{full} is not empty")
     for out in (full / "mine", full / "mine" / "out"):
         says(lambda out=out: weights.export(path, out), f"{out} cannot be written: Not a directory")
+    for name in ("pytorch_model.bin", "a/b.safetensors"):
+        says(lambda name=name: half.save_16bit_model(full, name), f"save_filename = '{name}': must be a name that")
+    says(lambda: half.save_16bit_model(full / "mine"), "cannot be written: File exists")
     assert names(full) == {"mine"}
 
     def fallocate(*_):
@@ -238,11 +245,6 @@ def test_it_is_the_export_in_bfloat16(tmp_path, saved):
     assert files[0] == files[1]
 
 
-@pytest.fixture(scope="module")
-def half():
-    return engine(Net(), zero=2, more={"fp16": {"enabled": True}})
-
-
 def test_names_dtypes_and_what_is_there_already(saved, half, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     (tmp_path / "a.safetensors").write_text("old")
@@ -253,7 +255,7 @@ def test_names_dtypes_and_what_is_there_already(saved, half, tmp_path):
     found = load_file(tmp_path / "half.safetensors")
     assert {x.dtype for x in found.values()} == {np.dtype("float16")}
     np.testing.assert_array_equal(found["stack.w"], half.state.params["stack"]["w"].astype("float16"))
-    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "config.json", "half.safetensors"}
+    assert names(tmp_path) == {"a.safetensors", "config.json", "half.safetensors"}
 
 
 def test_values_beyond_float16(half, tmp_path, monkeypatch):
@@ -280,19 +282,9 @@ def test_a_layer_at_a_time_is_gathered():
     assert gathered == {(1, 32, 2, 48)}
 
 
-def test_mistakes(half, tmp_path):
-    for name in ("pytorch_model.bin", "a/b.safetensors"):
-        says(lambda name=name: half.save_16bit_model(tmp_path, name), f"save_filename = '{name}': must be a name that")
-    (tmp_path / "file").write_text("x")
-    says(lambda: half.save_16bit_model(tmp_path / "file"), "cannot be written: File exists")
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 PROGRAM = """
 import pathlib
 import shutil
-import sys
-sys.path += {paths!r}
 import jax
 import numpy as np
 import jzero
@@ -300,8 +292,8 @@ jzero.init_distributed()
 from llamas import GROUPED, TOKENS, model
 from jzero import weights
 
-config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3}}}},
-          "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}}}}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+          "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 engine = jzero.initialize(model=model(), config=config)[0]
 rank = jzero.get_rank()
 engine.save_checkpoint("ckpt").wait()
@@ -312,26 +304,26 @@ if rank == 0:
 
 def tried(name, f):
     try:
-        print(f"{{name}}: {{f()}}")
+        print(f"{name}: {f()}")
     except jzero.ConfigError as error:
-        print(f"{{name}}: error: {{error}}")
+        print(f"{name}: error: {error}")
 
 jzero.distributed.host_collectives.gather_texts("exported", "")
 before = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), engine.state.params)
 engine.load_weights("fp32")
 assert jax.tree.all(jax.tree.map(lambda x, y: (x == y.addressable_data(0)).all(), before, engine.state.params))
 tried("there", lambda: engine.load_weights("fp32" if rank == 0 else "nowhere"))
-shutil.copytree("fp32", f"copy{{rank}}")
-file = weights.safetensors.File.open(pathlib.Path(f"copy{{rank}}", "model.safetensors"))
+shutil.copytree("fp32", f"copy{rank}")
+file = weights.safetensors.File.open(pathlib.Path(f"copy{rank}", "model.safetensors"))
 start, good = file.entries["model.norm.weight"].start, file.path.read_bytes()
 for stage in (0, 3):
-    made = jzero.make_train_step(model(), config | {{"zero_optimization": {{"stage": stage}}}})
+    made = jzero.make_train_step(model(), config | {"zero_optimization": {"stage": stage}})
     for damaged in (None, 0, 1):
         data = bytearray(good)
         for at in (start, start + 4 * GROUPED.d_model - 1):  # in both halves
             data[at] ^= damaged == rank
         file.path.write_bytes(data)
-        tried(f"copy{{stage}}{{damaged}}", lambda: len(weights.load(file.path, made)))
+        tried(f"copy{stage}{damaged}", lambda: len(weights.load(file.path, made)))
 def full():
     if rank == 0:
         write, count = weights.safetensors.TensorWriter.write, []
@@ -348,8 +340,9 @@ tried("room", full)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes(tmp_path):
-    (tmp_path / "worker.py").write_text(PROGRAM.format(paths=[*map(str, Path(__file__).parents[:2])]))
-    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path)
+    (tmp_path / "worker.py").write_text(PROGRAM)
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/weights"}
+    job = Command("--platform", "cpu", "--num_gpus", 2, "worker.py", cwd=tmp_path, env=path)
     try:
         assert job.wait(120) == 0, job.errors
     finally:
@@ -370,7 +363,6 @@ def test_two_processes(tmp_path):
 # ------------------------------------------------------------------------------------------- host memory
 
 
-ROOT = Path(__file__).parents[2]
 LEAF = 384  # MiB
 FIXED = 64  # MiB: a mapped window of a file and the process's other allocations
 PIECE = 128  # MiB: of a leaf

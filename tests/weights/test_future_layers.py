@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from helpers.named_models import model_of
 from helpers.sampling import keep, some
-from hugging_face import CASES, TOKENS, pair, step_of, torch, torch_model
+from hugging_face import CASES, TOKENS, error_of_gradients, pair, step_of, torch, torch_model, written
 from safetensors.numpy import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
@@ -95,12 +96,7 @@ def test_loss_and_gradients(tmp_path, packed, gradients):
         for x in [x for module in (model, *layers) for x in module.parameters()]:
             x.data = torch.zeros_like(x) if x.grad is None else x.grad
         write(model, layers, tmp_path / "gradients")
-        expected = weights.load(tmp_path / "gradients", step)
-        largest = max(abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
-        leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: x is None)
-        for (path, a), b in zip(leaves, jax.tree.leaves(expected), strict=True):
-            if a is not None:  # state
-                assert abs(np.asarray(a) - np.asarray(b)).max() < 5e-6 * largest, path
+        assert error_of_gradients(found, weights.load(tmp_path / "gradients", step)) < 5e-6
 
     weights.save(params, step, tmp_path / "ours", "model.safetensors", np.dtype("float32"))
     there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("weights", "ours"))
@@ -114,9 +110,8 @@ def test_an_export_says_which_layers_it_has(ahead):
     """A reader would look for the tensors of layers that were left out."""
     config = config_from_hf(pair("deepseek_v3").directory, future_layers=ahead)
     assert config.download.config["num_nextn_predict_layers"] == 1
-    model = step_of(config).model
-    table, notes = model.weights_layout(), model.report_notes(np.dtype("float32"))
-    assert {**table["download"]["config"], **table["config"]}["num_nextn_predict_layers"] == ahead
+    notes = model_of(config).report_notes(np.dtype("float32"))
+    assert written(config)["num_nextn_predict_layers"] == ahead
     assert any("num_nextn_predict_layers = 1: these layers are left out" in line for line in notes) == (ahead == 0)
 
 

@@ -35,10 +35,7 @@ STEPS, ROWS, VOCAB, CLIP = 4, 8, 64, 0.1
 LORA = LoRAConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 CONFIG = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, lora=LORA)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (STEPS, ROWS, 9))
-
-
-def leaves(tree):
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
+leaves = jax.tree_util.tree_leaves_with_path
 
 
 # stage, mesh, accumulation, precision
@@ -104,12 +101,10 @@ def test_frozen_layers_are_scanned_under_full_remat(policy, unrolled):
     assert step.setup.passes.facts.unrolled == unrolled
 
 
-BF16 = {"use_bias": True, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
-
-
 def test_the_bias_of_one_module_comes_before_its_adapter():
     """As in peft: their sum in bfloat16 depends on the order."""
-    lora, options = LoRAConfig(r=2, target_modules=["o_proj"]), {**BF16, "dtype": jnp.bfloat16}
+    lora = LoRAConfig(r=2, target_modules=["o_proj"])
+    options = {"use_bias": True, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     layer, own = LoRALinear(8, (64,), 0, {"o_proj": 64}, lora, **options), nnx.Linear(8, 64, **options)
     own.kernel[...] = layer.kernel[...]
     b, bias, x = (np.random.default_rng(0).normal(size=size) for size in ((2, 64), 64, (2, 3, 8)))
@@ -206,17 +201,6 @@ def decoder(quantized):
     return model_of(preset("tiny", num_layers=1, d_model=64, d_ff=96, num_heads=2, num_kv_heads=1, lora=lora))
 
 
-def mapped(function, params):
-    return jax.tree_util.tree_map_with_path(lambda path, x: function(path[-1].key, x), params)
-
-
-def filled(part, own):
-    """Put the values of `own` in the places of None."""
-    if isinstance(part, dict):
-        return {name: filled(value, own.get(name, {})) for name, value in part.items()}
-    return own if part is None else part
-
-
 def dense(params):
     """Put the matrices, made again in float32, in the places of their codes."""
     found = {name: dense(part) if isinstance(part, dict) else part for name, part in params.items()}
@@ -231,9 +215,9 @@ def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind,
     """The oracle: the decoder whose kernels are the dequantised ones, by plain Flax and JAX."""
     model, plain = decoder(kind), decoder(None)
     like, shapes = (jax.eval_shape(one.init, jax.random.key(0)) for one in (model, plain))
-    params = drawn(shapes)
-    frozen = mapped(lambda name, x: None if "lora" in name else x, params)
-    few = filled(jax.jit(lambda frozen: quantize_params(frozen, like, kind))(frozen), params)
+    frozen = jax.tree_util.tree_map_with_path(lambda path, x: None if is_adapter(path) else x, drawn(shapes))
+    few = jax.jit(lambda frozen: quantize_params(frozen, like, kind))(frozen)
+    few = jax.tree.map(lambda own, x: own if x is None else x, drawn(like), few)
     tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     config = settings(4, trainable_parameters=["lora_"], activation_checkpointing={"policy": "matmuls"})
@@ -250,8 +234,7 @@ def test_losses_and_gradients_are_those_of_lora_on_the_dequantised_weights(kind,
 
     expected, gradients = jax.jit(lambda few: jax.value_and_grad(loss)(dense(few)))(few)
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
-    wanted = dict(jax.tree_util.tree_leaves_with_path(gradients))
-    adapters = {path: x for path, x in jax.tree_util.tree_leaves_with_path(found) if "lora_" in path[-1].key}
+    wanted, adapters = dict(leaves(gradients)), {path: x for path, x in leaves(found) if is_adapter(path)}
     assert len(adapters) == 6
     for path, x in adapters.items():
         np.testing.assert_allclose(x, wanted[path], atol=1e-3 * np.abs(wanted[path]).max(), err_msg=str(path))

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import cache
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -76,8 +77,7 @@ def expected():
 @given(data=st.data(), window=st.integers(1, 200))
 def test_boxes_into_files_and_back(tmp_path_factory, data, window):
     path = tmp_path_factory.mktemp("files") / "a.safetensors"
-    before, File.window = File.window, window
-    try:
+    with mock.patch.object(File, "window", window):
         some = tensors(LEAVES, TABLE)
         writer = TensorWriter({path: some})
         for name, values in VALUES.items():
@@ -109,8 +109,6 @@ def test_boxes_into_files_and_back(tmp_path_factory, data, window):
                 np.testing.assert_array_equal(read, values[box])
         for name, entry in file.entries.items():
             assert file.sums[name] % 2**64 == entry.checksum
-    finally:
-        File.window = before
 
 
 def test_names_and_their_order():
