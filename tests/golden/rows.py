@@ -3,7 +3,6 @@
 `python tests/golden/rows.py DIRECTORY [part of a name]` writes the program of each row, to compare with `diff`.
 """
 
-import math
 import re
 import sys
 from functools import lru_cache
@@ -19,6 +18,7 @@ if __name__ == "__main__":
 
 from flax import linen, nnx
 from helpers import tensor_models
+from helpers.steps import mesh
 from helpers.tensor_models import BATCH, WIDTH, linen_loss
 from layouts import Net
 
@@ -157,7 +157,7 @@ def batch(name):
 
 def setting(name: str) -> dict:
     """Return model, config and mesh of a row, as `jzero.initialize` and `jzero.make_train_step` take them."""
-    kind, mesh, zero, sections = ROWS[name]
+    kind, degrees, zero, sections = ROWS[name]
     config = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": 2,
@@ -165,11 +165,9 @@ def setting(name: str) -> dict:
         "zero_optimization": zero,
         **sections,
     }
-    if mesh.get("tensor", 1) > 1 and tensor_models.DIMENSIONS.get(kind):
+    if degrees.get("tensor", 1) > 1 and tensor_models.DIMENSIONS.get(kind):
         config["tensor_parallel"] = {"dimensions": tensor_models.DIMENSIONS[kind]}
-    degrees = {"zero": 1, **mesh}
-    made = jzero.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
-    return {"model": model(kind), "config": config, "mesh": made}
+    return {"model": model(kind), "config": config, "mesh": mesh(**{"zero": 1, **degrees})}
 
 
 def program(name: str) -> str:

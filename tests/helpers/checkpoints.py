@@ -12,13 +12,9 @@ from jzero.checkpoint import async_save, checksums, restore, save
 ROWS = 24
 
 
-def mesh():
-    return jzero.make_mesh(zero=8)
-
-
 def state(seed=0):
     """Leaves of many kinds: some sharded, one of zeros only."""
-    split, whole = (NamedSharding(mesh(), spec) for spec in (PartitionSpec("zero"), PartitionSpec()))
+    split, whole = (NamedSharding(jzero.make_mesh(zero=8), spec) for spec in (PartitionSpec("zero"), PartitionSpec()))
     w = np.random.default_rng(seed).normal(size=(ROWS, 16)).astype(np.float32)
     return {
         "params": {"w": jax.device_put(w, split), "half": jax.device_put(w.astype(jnp.bfloat16), whole)},

@@ -38,7 +38,6 @@ CASES = [
     ),
 ]
 IDS = ["-".join([name, *params]) for name, params in CASES]
-cases = pytest.mark.parametrize(("name", "params"), CASES, ids=IDS)
 # One of each kind: moments by element, momentum, a norm by leaf, a sign, a matrix, factors, a moment by layer, an
 # estimate over all parameters.
 KINDS = ("AdamW", "SGD", "Lamb", "Lion", "Muon", "adafactor", "novograd", "prodigy")

@@ -10,6 +10,7 @@ import optax
 from flax import linen, nnx
 from helpers.oracle import largest_error, mean_of, plain_loop, train
 from helpers.reference import Decoder
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -221,18 +222,13 @@ def reference(name, optimizer="SGD"):
 
 def make_step(
     subject, *, stage=0, accum=1, remat="none", unroll=True, dimensions=None, optimizer="SGD", precision=None,
-    pipeline=None, zero_section=None, regather=False, more=None, **mesh
+    pipeline=None, zero_section=None, regather=False, more=None, **degrees
 ):  # fmt: skip
     """A train step of a model, or of the one with this name; `more` are changes of the config, section by section."""
-    degrees = {"data": 1, "zero": 1, **mesh}
-    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
     named = isinstance(subject, str)
     if dimensions is None:
-        dimensions = DIMENSIONS[subject] if named and mesh.get("tensor", 1) > 1 else {}
-    config = {
-        "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        dimensions = DIMENSIONS[subject] if named and degrees.get("tensor", 1) > 1 else {}
+    config = settings(BATCH, stage, accum, LR) | {
         "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
         "tensor_parallel": {"dimensions": dimensions, "regather": regather}, "pipeline": pipeline or {},
         **OPTIMIZERS[optimizer][0], **(precision or {}),
@@ -240,8 +236,7 @@ def make_step(
     config["zero_optimization"] |= zero_section or {}
     for key, section in (more or {}).items():
         config[key] = config[key] | section if key in config else section
-    mesh = jzero.make_mesh(**degrees, devices=devices)
-    return jzero.make_train_step(model(subject) if named else subject, config, mesh=mesh)
+    return jzero.make_train_step(model(subject) if named else subject, config, mesh=mesh(**{"zero": 1, **degrees}))
 
 
 def errors(name, oracle=None, optimizer="SGD", **layout):
