@@ -11,7 +11,7 @@ import pytest
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stored_cases import check_cases
-from make_checkpoints import STEPS
+from make_checkpoints import ROWS, STEPS
 from stored_runs import BOUND, about, batch, config_of, continued, make_engine, make_model, make_step
 
 import jzero
@@ -27,7 +27,7 @@ from jzero.run.import_deepspeed import compare_names
 def command(monkeypatch):
     """Run `jzero import` for the model of the stored checkpoints; return its exit code."""
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
-    return lambda *arguments: main(["import", *map(str, arguments), "--model", "stored_runs:make_mlp"])
+    return lambda *arguments: main(["import", *map(str, arguments), "--model", "stored_runs:make_model"])
 
 
 def goes_on(engine, directory, steps=STEPS):
@@ -35,11 +35,11 @@ def goes_on(engine, directory, steps=STEPS):
     np.testing.assert_allclose(found, expected, rtol=BOUND["fp32"])
 
 
-def engine_of(directory, devices, **batch_sizes):
+def engine_of(directory, devices, training_data=None, **batch_sizes):
     """An engine of DeepSpeed's config with other batch sizes."""
     config = {key: x for key, x in config_of(directory, 1).items() if key not in BATCH} | batch_sizes
     mesh = jzero.make_mesh(devices=jax.devices()[:devices])
-    return jzero.initialize(model=make_model("mlp"), config=config, mesh=mesh)[0]
+    return jzero.initialize(model=make_model(), config=config, mesh=mesh, training_data=training_data)[0]
 
 
 def step_of(kind):
@@ -108,9 +108,7 @@ def test_training_data_begin_at_their_start(runs_of_deepspeed, capfd):
     """DeepSpeed stores no position in the data."""
     directory = runs_of_deepspeed / "mlp-1-fp32"
     data = tuple(np.concatenate(parts) for parts in zip(*(batch("mlp", STEPS + n) for n in range(4)), strict=True))
-    config = config_of(directory, 1) | {"seed": 1}
-    mesh = jzero.make_mesh(devices=jax.devices()[:1])
-    engine = jzero.initialize(model=make_model("mlp"), config=config, mesh=mesh, training_data=data)[0]
+    engine = engine_of(directory, 1, data, train_batch_size=ROWS, seed=1)
     engine.load_checkpoint(directory / "ckpt")
     assert "has no position in training_data, which begins at its start" in capfd.readouterr().err
     assert engine.training_dataloader.position == {"epoch": 0, "samples": 0}
@@ -178,20 +176,16 @@ def test_the_command_and_the_config_of_many_devices(runs_of_deepspeed, tmp_path,
     goes_on(engine, directory)
 
 
-def test_another_model_is_refused(runs_of_deepspeed):
+def test_another_model_and_another_optimizer(runs_of_deepspeed):
+    """SGD's momentum is not Adam's moment; without the optimizer's state the masters and the schedule go on."""
+    directory = runs_of_deepspeed / "mlp-1-sgd"
     engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
     words = r"another model: missing fc1\.bias .*--names"
     refuses(lambda: engine.load_checkpoint(runs_of_deepspeed / "pipe-1-fp32" / "ckpt"), words)
     words = "is no checkpoint of DeepSpeed"
     refuses(lambda: engine.load_checkpoint(runs_of_deepspeed, tag="none", rename={"a": "b"}), words)
-    assert engine.global_steps == 0
-
-
-def test_another_optimizer(runs_of_deepspeed):
-    """SGD's momentum is not Adam's moment; without the optimizer's state the masters and the schedule go on."""
-    directory = runs_of_deepspeed / "mlp-1-sgd"
-    engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
     refuses(lambda: engine.load_checkpoint(directory / "ckpt"), r"belongs to another model or optimizer: .*mu")
+    assert engine.global_steps == 0
     engine.train_batch((np.zeros((8, 5), "f4"), np.zeros((8, 3), "f4")))
     engine.load_checkpoint(directory / "ckpt", load_optimizer_states=False)
     goes_on(engine, directory, 1)
