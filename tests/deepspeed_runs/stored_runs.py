@@ -1,9 +1,7 @@
-"""DeepSpeed's stored checkpoints, and engines of the models that wrote them."""
+"""Engines of the models that wrote DeepSpeed's stored checkpoints, and what is known of those runs."""
 
 import json
-import tarfile
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +81,3 @@ def batch(kind, step):
 
 def continued(engine, kind, steps=STEPS):
     return [float(engine.train_batch(batch(kind, STEPS + n))) for n in range(steps)]
-
-
-def unpack(to):
-    with tarfile.open(Path(__file__).with_name("checkpoints.tar.xz")) as archive:
-        archive.extractall(to, filter="data")
-    return to

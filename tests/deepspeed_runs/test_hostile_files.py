@@ -6,6 +6,7 @@ import shutil
 import struct
 import tracemalloc
 import zipfile
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -202,14 +203,7 @@ def states(path, **values):
     return archive(path, b"\x80\x02}(" + pickled + b"u.", [FLOATS])
 
 
-def nested(depth=20):
-    """Tuples in a tuple, whose text doubles with each."""
-    found = ()
-    for _ in range(depth):
-        found = found, found
-    return found
-
-
+TUPLES = reduce(lambda inner, _: (inner, inner), range(20), ())  # whose text doubles with each
 ZERO = {"base_optimizer_state": {"state": {}, "param_groups": []}, "single_partition_of_fp32_groups": [[]]}
 SGD, ONE = ({"state": {}, "param_groups": [{"params": numbers}]} for numbers in ([0, 1], [0]))
 IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
@@ -219,7 +213,7 @@ APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
 MODEL, ZERO_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 # The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
 DAMAGED = {
-    "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": nested()}, "partition_count is no whole"),
+    "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": TUPLES}, "partition_count is no whole"),
     "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
     "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
     "a frozen shape": (

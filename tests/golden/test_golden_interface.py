@@ -14,7 +14,6 @@ from helpers.cuda import on_gpu
 
 import jzero
 
-VERSION = ".".join(jax.__version__.split(".")[:2])
 MODULES = ("jzero", "jzero.checkpoint", "jzero.data", "jzero.optimizers", "jzero.planner", "jzero.weights")
 PLANS = [
     "functions-zero0", "nnx-zero1", "linen-zero2", "llama-zero3", "mixture-expert2-zero3", "llama-tensor2-zero3",
@@ -116,10 +115,10 @@ def test_plans(name, update):
     for key in ("versions", "compile_s"):
         del record[key]
     found = json.loads(without_places(json.dumps(rounded(record), default=str)))
-    file = f"plans-{VERSION}.json"
+    file = f"plans-{snapshots.VERSION}.json"
     known = snapshots.read(file)
     if not known and not update:
-        pytest.skip(f"no plans of jax {VERSION}")
+        pytest.skip(f"no plans of jax {snapshots.VERSION}")
     snapshots.check(file, {**known, name: found}, update)
 
 

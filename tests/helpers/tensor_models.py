@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from helpers.oracle import largest_error, mean_of, plain_loop, train
-from helpers.reference import Decoder
+from helpers.reference import Decoder, mean_over_labels
 from helpers.steps import mesh, settings
 
 import jzero
@@ -89,19 +89,10 @@ class LinenGPT(linen.Module):
         return linen.Dense(VOCAB, use_bias=False)(linen.LayerNorm()(x))
 
 
-def attend(module, x):
-    return module.attend(x)
-
-
 def list_of_layers():
-    embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, attend))
+    embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, nnx.Embed.attend))
     layers = [embed, *[LayerSpec(Block)] * 4, LayerSpec(nnx.LayerNorm, WIDTH), head]
     return PipelineModule(layers, loss_fn=mean_over_labels)
-
-
-def mean_over_labels(logits, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-    return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
 
 
 def linen_loss(module, batch):
@@ -132,19 +123,15 @@ ZOO = {
     "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),
 }
 
+FEED_FORWARD = {"up/kernel": 1, "up/bias": 0, "down/kernel": 0}
+LAYER = {"attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0} | FEED_FORWARD
 DIMENSIONS = {
     **{name: {} for name in ZOO},  # the models have tables
     "multi-query": {"gate_up/kernel": 2, "attention/out/kernel": 0, "mlp/down/kernel": 0, "embed": 0, "head/kernel": 1},
-    "nnx": {
-        "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
-        "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
-    },
+    "nnx": LAYER | {"embed/embedding": 0, "head/kernel": 1},
     "decoder": {"stack/w": 1, "stack/b": 0, "embed": 0, "head": 1},
-    "dropping": {"up/kernel": 1, "up/bias": 0, "down/kernel": 0, "embedding": 0},
-    "layers": {
-        "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
-        "up/bias": 0, "down/kernel": 0, "embedding": 0,
-    },
+    "dropping": FEED_FORWARD | {"embedding": 0},
+    "layers": LAYER | {"embedding": 0},
     "linen": {
         "(query|key|value)/kernel": 1, "(query|key|value)/bias": 0, "Attention_0/out/kernel": 0,
         "LinenBlock.*/Dense_0/kernel": 1, "LinenBlock.*/Dense_0/bias": 0, "LinenBlock.*/Dense_1/kernel": 0,

@@ -8,6 +8,7 @@ import pytest
 from helpers.sampling import keep, some
 
 from experiments.benchmarks import first, gpu, lora, mixtures
+from jzero._compat import inner_jaxprs
 
 ROWS = [(first, name, runner) for name in first.CASES for runner in ("jzero", "flax", "torch")]
 ROWS += [(mixtures, name, runner) for name in mixtures.CASES for runner in ("jzero", "torch")]
@@ -48,10 +49,8 @@ def matmuls(jaxpr):
         name = eqn.primitive.name
         if name == "conv_general_dilated" or (name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ())):
             yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from matmuls(inner)
+        for inner in inner_jaxprs(eqn):
+            yield from matmuls(inner)
 
 
 @pytest.mark.slow
