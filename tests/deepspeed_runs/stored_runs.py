@@ -9,13 +9,12 @@ import make_checkpoints
 import numpy as np
 from flax import nnx
 from helpers.drawn import zeros
-from make_checkpoints import LLAMA, STEPS
+from make_checkpoints import LLAMA
 
 import jzero
 from models import from_hf
 
 SIZES = (5, 7), (7, 7), (7, 3)
-BOUND = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}  # of a loss, relative
 
 
 class MLP(nnx.Module):
@@ -77,7 +76,3 @@ def batch(kind, step):
         tokens = parts[0].astype(np.int32)
         return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     return parts
-
-
-def continued(engine, kind, steps=STEPS):
-    return [float(engine.train_batch(batch(kind, STEPS + n))) for n in range(steps)]

@@ -254,17 +254,3 @@ def test_lists_without_end(runs_of_deepspeed, tmp_path):
     engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
     with pytest.raises(jzero.ConfigError, match="is damaged: its counters: maximum recursion depth"):
         engine.load_checkpoint(tmp_path)
-
-
-def test_frozen_parameters_of_a_universal_checkpoint(tmp_path):
-    """They are in the model states, of every rank a part."""
-    (tmp_path / "zero" / "a").mkdir(parents=True)
-    archive(tmp_path / "zero" / "a" / "fp32.pt", tensor(), [FLOATS])
-    for rank in range(2):
-        states(
-            tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", **COUNTERS, module=None,
-            frozen_param_shapes={"w": (3,)}, frozen_param_fragments=IN_ONE.replace(b"a", b"w", 1),
-        )  # fmt: skip
-    found = read_deepspeed(tmp_path).tensors["fp32"]
-    assert sorted(found.entries) == ["a", "w"]
-    assert [values.tolist() for _, values in found.windows("w", (slice(0, 3),))] == [[0, 1, 0]]
