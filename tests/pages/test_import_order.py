@@ -4,52 +4,29 @@ The source is read, so that imports inside functions and under TYPE_CHECKING cou
 """
 
 import ast
-import functools
 import graphlib
 import re
 
-import test_house
-from test_house import LIBRARY, imported, sources
+from test_house import LIBRARY, imported, rooms, sources
 
 # A module may import from its own line and from those above it.
 LINES = re.findall(r"^\d+\. (`.*)$", (LIBRARY / "README.md").read_text().partition("## Import order")[2], re.M)
 RANK = {f"jzero.{room}": rank for rank, line in enumerate(LINES) for room in re.findall(r"`(\w+)`", line)}
 
 
-@functools.cache
-def imports_alone():
-    """Return `sources()` with the imports of each module as its tree: a walk over whole trees takes long."""
-    kinds = ast.Import, ast.ImportFrom
-    return {
-        name: (path, text, ast.Module([node for node in ast.walk(tree) if isinstance(node, kinds)], []))
-        for name, (path, text, tree) in sources().items()
-    }
-
-
-def test_imports_point_one_way(monkeypatch):
-    monkeypatch.setattr(test_house, "sources", imports_alone)
-    arrows = test_house.rooms()
+def test_imports_point_one_way():
+    arrows = rooms()
     assert arrows.keys() == RANK.keys()
     assert {"jzero.step", "jzero.data"} <= arrows["jzero.run"]
     pairs = [(name, other) for name, others in arrows.items() for other in others]
     assert [f"{name} -> {other}" for name, other in pairs if RANK[other] > RANK[name]] == []
-    modules = {name: imported(name, path, tree) for name, (path, _, tree) in imports_alone().items()}
-    graphlib.TopologicalSorter(modules).prepare()  # its CycleError has the modules of a circle
-
-
-def names_of_the_package(node):
-    """What an import takes from `jzero/__init__.py`, which imports all modules."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names if alias.name == "jzero"]
-    if isinstance(node, ast.ImportFrom) and node.module == "jzero":
-        return [alias.name for alias in node.names if f"jzero.{alias.name}" not in sources()]
-    return []
+    # Its CycleError has the modules of a circle.
+    graphlib.TopologicalSorter({name: imported(name) for name in sources()}).prepare()
 
 
 def test_no_module_imports_the_package():
-    trees = {name: tree for name, (*_, tree) in imports_alone().items() if name not in ("jzero", "jzero.__main__")}
-    found = {name: [x for node in ast.walk(tree) for x in names_of_the_package(node)] for name, tree in trees.items()}
-    assert {name: names for name, names in found.items() if names} == {}
+    """`jzero/__init__.py` imports all modules."""
+    assert [name for name in sources() if "jzero" in imported(name)] == []
 
 
 def private_names(tree):
