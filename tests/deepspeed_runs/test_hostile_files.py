@@ -206,6 +206,7 @@ def states(path, **values):
 TUPLES = reduce(lambda inner, _: (inner, inner), range(20), ())  # whose text doubles with each
 ZERO = {"base_optimizer_state": {"state": {}, "param_groups": []}, "single_partition_of_fp32_groups": [[]]}
 SGD, ONE = ({"state": {}, "param_groups": [{"params": numbers}]} for numbers in ([0, 1], [0]))
+PART, ENDLESS = ZERO | {"partition_count": 1}, SGD | {"state": {0: {"step": float("inf")}}}
 IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
 APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
     tensor(shape=(1,))[2:-1], tensor(offset=1, shape=(1,))[2:-1]
@@ -214,18 +215,14 @@ MODEL, ZERO_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_opti
 # The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
 DAMAGED = {
     "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": TUPLES}, "partition_count is no whole"),
-    "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
-    "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
-    "a frozen shape": (
-        {"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, ZERO | {"partition_count": 1}, "the shape of w is no"
-    ),
+    "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, PART, "the shape of w is no"),
+    "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, PART, "the shape of w is no"),
+    "a frozen shape": ({"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, PART, "the shape of w is no"),
     "more parameters than weights": ({"module": IN_ONE, "optimizer": SGD}, None, "StopIteration"),
     "fewer parameters than weights": ({"module": APART, "optimizer": ONE}, None, "not all parameters"),
     "counters of text": ({"module": {}, "optimizer": None, "global_steps": "a"}, None, "must be whole numbers"),
-    "a step without end": (
-        {"module": IN_ONE, "optimizer": SGD | {"state": {0: {"step": float("inf")}}}}, None, "OverflowError"
-    ),
-}  # fmt: skip
+    "a step without end": ({"module": IN_ONE, "optimizer": ENDLESS}, None, "OverflowError"),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

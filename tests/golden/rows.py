@@ -109,6 +109,7 @@ def _rows():
     yield "normed-fp16", "normed", {"zero": 4}, {"stage": 2}, FP16
 
 
+GROUPS = [{"match": "norm|bias", "weight_decay": 0.0}]
 SECTIONS = {
     "fp16": FP16,
     "fp8": FP8,
@@ -129,12 +130,8 @@ SECTIONS = {
     "moments-fp8": {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}, "state_dtype": "fp8"}},
     "moments-bf16": {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}, "state_dtype": "bf16"}},
     "frozen": {"frozen_parameters": ["embed"]},
-    "groups": {
-        "optimizer": {
-            "type": "AdamW", "params": {"lr": 0.1}, "groups": [{"match": "norm|bias", "weight_decay": 0.0}],
-        }
-    },
-}  # fmt: skip
+    "groups": {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}, "groups": GROUPS}},
+}
 ZERO_SECTIONS = {
     "hpz": {"zero_hpz_partition_size": 2},
     "qwz": {"zero_quantized_weights": True},
