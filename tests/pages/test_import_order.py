@@ -29,11 +29,11 @@ def test_no_module_imports_the_package():
     assert [name for name in sources() if "jzero" in imported(name)] == []
 
 
-def private_names(tree):
-    """The private names of other packages in a module: imports, and attributes of imported modules.
+UNSTABLE = ("extend", "interpreters", "lib")  # of jax, which promises no compatibility for them
 
-    jax.extend, jax.interpreters and jax.lib count: JAX promises no compatibility for them.
-    """
+
+def private_names(tree):
+    """The private names of other packages in a module: imports, and attributes of imported modules."""
     found, taken, nodes = set(), set(), list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -43,18 +43,15 @@ def private_names(tree):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
             taken |= {alias.asname or alias.name for alias in node.names if not node.module.startswith("jzero")}
     for node in nodes:
-        words = []
-        while isinstance(node, ast.Attribute):
-            words.append(node.attr)
-            node = node.value
-        if words and isinstance(node, ast.Name) and node.id in taken:
-            found.add(".".join([node.id, *reversed(words)]))
+        if isinstance(node, ast.Attribute) and (node.attr.startswith("_") or node.attr in UNSTABLE):
+            text = ast.unparse(node)
+            found |= {text} if text.partition(".")[0] in taken else set()
     return {name for name in found if is_private(name)} - {"os._exit"}  # documented, in spite of its name
 
 
 def is_private(name):
     words = name.split(".")
-    unstable = words[0] == "jax" and words[1:2] in (["extend"], ["interpreters"], ["lib"])
+    unstable = words[0] == "jax" and words[1:] and words[1] in UNSTABLE
     return words[0] != "jzero" and (unstable or any(w.startswith("_") and not w.endswith("__") for w in words))
 
 
