@@ -59,14 +59,13 @@ class Net:
     loss = stack_loss
 
 
-def data(samples=100):
-    x = np.random.default_rng(0).normal(size=(samples, FEATURES)).astype(np.float32)
+def data(samples=100, seed=0):
+    x = np.random.default_rng(seed).normal(size=(samples, FEATURES)).astype(np.float32)
     return {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
 def batch(seed):
-    x = np.random.default_rng(seed).normal(size=(TRAIN, FEATURES)).astype(np.float32)
-    return {"x": x, "y": np.roll(x, 1, axis=1)}
+    return data(TRAIN, seed)
 
 
 def settings(layout, **more):

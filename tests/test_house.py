@@ -49,8 +49,10 @@ def sources() -> dict[str, tuple[Path, str, ast.Module]]:
     return found
 
 
-def imported(name: str, path: Path, tree: ast.Module) -> set[str]:
+@lru_cache
+def imported(name: str) -> set[str]:
     """Return the names that a module imports from the library, also inside of functions."""
+    path, _, tree = sources()[name]
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -60,7 +62,7 @@ def imported(name: str, path: Path, tree: ast.Module) -> set[str]:
             base = ".".join([*package[: len(package) - node.level + 1], node.module or ""]).strip(".")
             base = base if node.level else node.module or ""
             found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in sources() else base for alias in node.names}
-    return {module for module in found if module in sources() and module != "jzero"}
+    return found & sources().keys()
 
 
 def room(module: str) -> str:
@@ -71,11 +73,11 @@ def room(module: str) -> str:
 def rooms() -> dict[str, set[str]]:
     """Return each room's imports from other rooms."""
     arrows = defaultdict(set)
-    for name, (path, _, tree) in sources().items():
+    for name in sources():
         if name not in ("jzero", "jzero.__main__"):
             arrows[room(name)] |= set()
             if name != "jzero.cli":
-                arrows[room(name)] |= {room(module) for module in imported(name, path, tree)} - {room(name)}
+                arrows[room(name)] |= {room(module) for module in imported(name)} - {room(name), "jzero"}
     return arrows
 
 

@@ -151,6 +151,5 @@ def test_what_an_engine_refuses(engine, tmp_path, monkeypatch):
 def test_training_data_smaller_than_a_batch_is_reported_once(capsys):
     jzero.initialize(model=MODEL, config=CONFIG, training_data=(IMAGES[:3], LABELS[:3]))
     said = "".join(capsys.readouterr())
-    assert (
-        said.count("3 samples are fewer than train_batch_size 16: a step repeats some") == said.count("fewer than") == 1
-    )
+    assert "3 samples are fewer than train_batch_size 16: a step repeats some" in said
+    assert said.count("fewer than") == 1

@@ -1,4 +1,4 @@
-"""Configs: what loads and where it comes from, what DeepSpeed's files have besides settings, and all mistakes at once.
+"""Configs: what loads and where it comes from, sizes and degrees, what DeepSpeed's files have besides, all mistakes.
 
 DeepSpeed's names are those of its source: runtime/zero/config.py (`alias`), runtime/config_utils.py (pydantic's lax
 mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does not ask for). Config files of many
@@ -14,10 +14,12 @@ import pickle
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
-from helpers.configs import TUTORIAL_ZERO3, nest, problem, problems
+from helpers.configs import TUTORIAL_ZERO3, problem, problems
 from helpers.refusals import refuses
 from helpers.stored_cases import check_cases
+from hypothesis import strategies as st
 
 from jzero import config as config_module
 from jzero.config import Config, aliases, keys, screen
@@ -42,23 +44,16 @@ def test_every_source_gives_the_same_config(tmp_path):
     assert Config.load(file).steps_per_print is None
 
 
-@pytest.mark.parametrize(
-    ("content", "parts"),
-    [
-        (b'{"seed": [1,', ["neither JSON nor hjson"]),
-        (b"[1, 2]", ["must be a JSON object"]),
-        (b"\xff\xfe\xff", ["cannot be read"]),
-        (None, ["ds.json", "no such file", "hjson", "dict", "base64"]),
-    ],
-)
-def test_a_file_that_is_no_config(content, parts, tmp_path):
-    if content is not None:
-        (tmp_path / "ds.json").write_bytes(content)
-    message = problem(str(tmp_path / "ds.json"))
-    assert [part for part in parts if part not in message] == []
-
-
 def test_what_is_no_source(tmp_path):
+    file = tmp_path / "ds.json"
+    message = problem(str(file))
+    assert [part for part in ("ds.json", "no such file", "hjson", "dict", "base64") if part not in message] == []
+    for content, words in (
+        (b'{"seed": [1,', "neither JSON nor hjson"), (b"[1, 2]", "must be a JSON object"),
+        (b"\xff\xfe\xff", "cannot be read"),
+    ):  # fmt: skip
+        file.write_bytes(content)
+        assert words in problem(str(file))
     assert "is a directory" in problem(tmp_path)
     assert problem('{"seed": 1}').endswith("is JSON text, not a path; pass json.loads(text)")
     assert "got int" in problem(3)
@@ -118,18 +113,24 @@ def test_an_optimizer_needs_little_but_its_type():
         assert Config.load({"optimizer": {"type": name, "params": {}}}).optimizer.params == {}
 
 
+def nest(path, value):
+    """Return a config with a key of this dotted path, and with the types that its section needs."""
+    section, types = path.partition(".")[0], {"optimizer": "Adam", "scheduler": "WarmupLR"}
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    if section in types:
+        value[section]["type"] = types[section]
+    return value
+
+
 def test_every_replaced_key_loads_and_is_reported():
     assert not set(screen.FIELDS) & set(keys.KEYS)  # no row hides a field
     for path in filter(keys.is_replaced, keys.KEYS):
         row = keys.KEYS[path]
         value = next(v for v in (True, 4, ["a"], "fp32", "info", "Fail") if _parses(row.kind, v))
-        good, wrong = nest(path, value), nest(path, {"a": 1})
-        if path.startswith("optimizer."):
-            for given in (good, wrong):
-                given["optimizer"]["type"] = "adam"
-        (entry,) = Config.load(good).replaced
+        (entry,) = Config.load(nest(path, value)).replaced
         assert entry == (path, value, row.text)
-        message = problem(wrong)
+        message = problem(nest(path, {"a": 1}))
         assert message.startswith(f'{path} = {{"a": 1}}: must be')
         assert message.endswith(f"; or leave it out (replaced by {row.text})")
 
@@ -143,13 +144,9 @@ def _parses(kind, value) -> bool:
 
 
 def test_every_ignored_key_loads_and_is_reported():
-    types = {"optimizer": "Adam", "scheduler": "WarmupLR"}
     for path, row in keys.KEYS.items():
         if row.fate == "ignored":
-            data, section = nest(path, 3), path.split(".")[0]
-            if section in types:
-                data[section]["type"] = types[section]
-            config = Config.load(data)
+            config = Config.load(nest(path, 3))
             assert config.ignored == ((path, 3, row.text),)
             assert config.replaced == ()
 
@@ -177,6 +174,82 @@ def test_no_key_of_deepspeed_is_unknown():
     assert [key for key in theirs if aliases.renamed(key) not in known] == []
     settings = {key for key, row in keys.KEYS.items() if row.fate != "ignored"} | set(screen.FIELDS)
     assert set(aliases.RENAMED.values()) - {"tensor_parallel.tp"} <= settings, "every other name is that of a key"
+
+
+sizes = st.none() | st.integers(1, 64)
+TRAIN, MICRO, ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.none() | st.integers(1, 200), sizes, sizes, st.integers(1, 16), st.booleans())
+def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas, fits):
+    """Sizes that are given stay, and the accumulation is one step unless two others give it."""
+    if train and fits:  # free numbers seldom do
+        train = (micro or 1) * (accum or 1) * replicas * (1 if micro and accum else train)
+    config = {TRAIN: train, MICRO: micro, ACCUM: accum}
+    hypothesis.assume(train or micro)
+    try:
+        got = Config.load(config).batch(replicas)
+    except ConfigError as error:
+        assert train % ((micro or 1) * (accum or 1) * replicas) or (micro and accum)
+        advice = str(error).split("nearest valid: ")[1]
+        for fix in advice.split(", or "):
+            key, values = fix.split(" = ")
+            for value in values.split(" or "):
+                fixed = Config.load({**config, key: int(value)}).batch(replicas)
+                assert fixed.train == fixed.micro * fixed.accum * replicas
+    else:
+        assert got.train == got.micro * got.accum * replicas
+        found = {TRAIN: got.train, MICRO: got.micro, ACCUM: got.accum}
+        assert found.items() >= {key: value for key, value in config.items() if value}.items()
+        assert accum or got.accum == 1 or (train and micro)
+        assert got.inferred == ", ".join(f"{key} = {value}" for key, value in found.items() if not config[key])
+
+
+axis = st.none() | st.integers(1, 8)
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(st.integers(1, 32), axis | st.just(-1), axis, st.integers(-1, 8).filter(bool))
+def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mics):
+    """A shard size sets zero and leaves the rest to data."""
+    mesh = {k: v for k, v in (("data", data), ("zero", zero)) if v}
+    source = {"mesh": mesh, "zero_optimization": {"mics_shard_size": mics}}
+    if mics > 0 and zero not in (None, mics):
+        assert "keep one" in problem(source)
+        return
+    shard = mics if mics > 0 else zero  # None: the rest
+    if data == -1 and shard is None:
+        assert "one axis only" in problem(source)
+        return
+    outer = None if data == -1 else data or (None if mics > 0 else 1)
+    fixed = (shard or 1) * (outer or 1)
+    if devices % fixed == 0 if None in (shard, outer) else devices == fixed:
+        got = Config.load({**source, "data_parallel_size": devices}).mesh_degrees(devices)
+        degrees = {"data": outer or devices // fixed, "zero": shard or devices // fixed}
+        expected = {"pipe": 1, **degrees, "expert": 1, "context": 1, "tensor": 1}
+        assert list(got.items()) == list(expected.items())
+    else:
+        refuses(lambda: Config.load(source).mesh_degrees(devices), rf"the number of devices, {devices}; what fits: ")
+
+
+def test_the_sizes_of_a_run_and_of_a_resume(pytestconfig):
+    """A resume keeps the global batch of the run, and of its other sizes what fits."""
+
+    def outcome(case):
+        former = [case["former"]] if "former" in case else []
+        try:
+            return list(Config.load(case["config"]).batch(case["replicas"], *former))
+        except ConfigError as error:
+            return str(error)
+
+    check_cases(Path(__file__).with_name("batches.jsonl"), outcome, pytestconfig)
+
+
+def test_a_mesh_of_too_few_devices():
+    refuses(lambda: Config().mesh_degrees(0), "num_devices = 0")
+    words = "to simulate 8 devices on a CPU, begin with jax"
+    refuses(lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), words)
 
 
 PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[3] / "shared/ds_configs")

@@ -14,9 +14,11 @@ import optax
 import pytest
 from flax import nnx
 from helpers.engines import ACCUM, MICRO, REPLICAS, TRAIN, assert_same, build, engine, parts, rows, three_calls
+from helpers.oracle import plain_loop
+from helpers.plain_flax import dense
 from helpers.refusals import refused, refuses
 from helpers.sampling import keep
-from helpers.steps import mesh
+from helpers.steps import mesh, settings
 from helpers.stored_cases import check_cases
 
 import jzero
@@ -46,8 +48,7 @@ def squares(outputs, labels):
 
 
 def config(stage=0, **more):
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {"train_batch_size": 16, "gradient_clipping": 0, "optimizer": ADAM, "zero_optimization": zero, **more}
+    return settings(16, stage, **{"optimizer": ADAM, **more})
 
 
 def small(stage=0, criterion=squares, **more):
@@ -61,23 +62,19 @@ def batch(seed):
 
 def plain(rates):
     """Train with optax: the parameters after one step at each rate, and their moving average."""
-    params = nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(jax.random.key(0))), nnx.Param))
+    start = nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(jax.random.key(0))), nnx.Param))
     rate = jnp.array(rates)
     adams = {
         "first": optax.adamw(lambda n: rate[n], weight_decay=0.1),
         "last": optax.adamw(lambda n: rate[n] / 2, weight_decay=0.3),
     }
-    tx = optax.multi_transform(adams, {"first": "first", "last": "last"})
-    average, state = params, tx.init(params)
-    for i in range(len(rates)):
-        x, y = batch(i)
+    tx, average = optax.multi_transform(adams, {"first": "first", "last": "last"}), start
 
-        def loss(params, x=x, y=y):
-            hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
-            return squares(hidden @ params["last"]["kernel"] + params["last"]["bias"], y)
+    def loss(params, batch):
+        return squares(dense(params["last"], jnp.tanh(dense(params["first"], batch[0]))), batch[1])
 
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        params = optax.apply_updates(params, updates)
+    for steps in range(1, len(rates) + 1):
+        params = plain_loop(loss, start, map(batch, range(steps)), tx).params
         average = jax.tree.map(lambda a, p: (a + p) / 2, average, params)
     return params, average
 
@@ -294,7 +291,7 @@ def test_what_reads_the_config(whole, pytestconfig):
 
 def test_a_batch_by_its_names():
     """Hugging Face's line, `engine(**batch)`, and `zero_grad`, which has nothing to do."""
-    named, plain_loop = engine(), engine()
+    named, other = engine(), engine()
     named.zero_grad()
     for part in parts(0):
         loss = named(**part)
@@ -303,8 +300,8 @@ def test_a_batch_by_its_names():
         named.step()
         if named.global_steps:
             named.optimizer.zero_grad()
-    three_calls(plain_loop, parts(0))
-    assert_same(named.state.params, plain_loop.state.params)
+    three_calls(other, parts(0))
+    assert_same(named.state.params, other.state.params)
     part = parts(1)[0]
     for call in (named, lambda: named(part["x"], part["y"]), lambda: named(part, mask=part["mask"])):
         refuses(call, r"a micro-batch is one argument: engine\(batch\) or engine\(\*\*batch")

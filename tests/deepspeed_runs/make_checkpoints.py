@@ -55,15 +55,13 @@ CASES |= {
 }
 
 
-def ds_config(stage, precision, optimizer, processes):
+def ds_config(stage, precision, optimizer):
     """Return the config of a case, which jzero reads too (with its own number of devices)."""
+    warmup = {"warmup_num_steps": 30, "warmup_max_lr": optimizer["params"]["lr"]}
     config = {
         "train_batch_size": ROWS, "gradient_accumulation_steps": 1, "optimizer": optimizer,
         "gradient_clipping": 0.0 if optimizer is MUON else 1.0,  # DeepSpeed clips Muon's updates, jzero the gradients
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 30, "warmup_max_lr": optimizer["params"]["lr"]},
-        },
+        "scheduler": {"type": "WarmupLR", "params": warmup},
         "zero_optimization": {"stage": stage} | ({"reduce_scatter": False} if optimizer is MUON and stage == 3 else {}),
         "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
@@ -156,7 +154,7 @@ def worker(case, out):
     deepspeed.init_distributed(dist_backend="gloo")
     rank = int(os.environ["RANK"])
     model, loss_of = make_model(kind)
-    config = ds_config(stage, precision, optimizer, processes)
+    config = ds_config(stage, precision, optimizer)
     if kind == "pipe":
         config |= {"gradient_accumulation_steps": 2}
     if case.endswith("frozen"):

@@ -1,9 +1,7 @@
-"""DeepSpeed's stored checkpoints, and engines of the models that wrote them."""
+"""Engines of the models that wrote DeepSpeed's stored checkpoints, and what is known of those runs."""
 
 import json
-import tarfile
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +9,17 @@ import make_checkpoints
 import numpy as np
 from flax import nnx
 from helpers.drawn import zeros
-from make_checkpoints import LLAMA, STEPS
+from make_checkpoints import LLAMA
 
 import jzero
 from models import from_hf
 
-ARCHIVE = Path(__file__).parent / "checkpoints.tar.xz"
-BOUND = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}  # of a loss, relative
+SIZES = (5, 7), (7, 7), (7, 3)
 
 
 class MLP(nnx.Module):
     def __init__(self, rngs):
-        self.fc1, self.fc2, self.fc3 = (nnx.Linear(*sizes, rngs=rngs) for sizes in ((5, 7), (7, 7), (7, 3)))
+        self.fc1, self.fc2, self.fc3 = (nnx.Linear(*sizes, rngs=rngs) for sizes in SIZES)
 
     def __call__(self, x):
         x = x.astype(self.fc1.kernel.dtype)
@@ -33,20 +30,14 @@ def squares(outputs, targets):
     return ((outputs.astype("float32") - targets) ** 2).mean()
 
 
-def make_model(kind, pipe=1):
-    """The model of a case."""
+def make_model(kind="mlp", pipe=1):
+    """The model of a case; of `jzero import --model stored_runs:make_model`."""
     if kind == "llama":
         return from_hf({"model_type": "llama", **LLAMA})
     if kind == "pipe":
-        spec, rest = jzero.LayerSpec, {"num_stages": pipe, "loss_fn": squares}
-        layers = [spec(nnx.Linear, 5, 7), jnp.tanh, spec(nnx.Linear, 7, 7), jnp.tanh, spec(nnx.Linear, 7, 3)]
-        return jzero.PipelineModule(layers, **rest)
+        first, second, third = (jzero.LayerSpec(nnx.Linear, *sizes) for sizes in SIZES)
+        return jzero.PipelineModule([first, jnp.tanh, second, jnp.tanh, third], num_stages=pipe, loss_fn=squares)
     return jzero.from_flax(MLP, lambda model, batch: squares(model(batch[0]), batch[1]))
-
-
-def make_mlp():
-    """The model of `jzero import --model stored_runs:make_mlp`."""
-    return make_model("mlp")
 
 
 def about(directory):
@@ -85,13 +76,3 @@ def batch(kind, step):
         tokens = parts[0].astype(np.int32)
         return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     return parts
-
-
-def continued(engine, kind, steps=STEPS):
-    return [float(engine.train_batch(batch(kind, STEPS + n))) for n in range(steps)]
-
-
-def unpack(to):
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(to, filter="data")
-    return to

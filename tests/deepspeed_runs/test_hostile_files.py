@@ -6,6 +6,7 @@ import shutil
 import struct
 import tracemalloc
 import zipfile
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -202,16 +203,10 @@ def states(path, **values):
     return archive(path, b"\x80\x02}(" + pickled + b"u.", [FLOATS])
 
 
-def nested(depth=20):
-    """Tuples in a tuple, whose text doubles with each."""
-    found = ()
-    for _ in range(depth):
-        found = found, found
-    return found
-
-
+TUPLES = reduce(lambda inner, _: (inner, inner), range(20), ())  # whose text doubles with each
 ZERO = {"base_optimizer_state": {"state": {}, "param_groups": []}, "single_partition_of_fp32_groups": [[]]}
 SGD, ONE = ({"state": {}, "param_groups": [{"params": numbers}]} for numbers in ([0, 1], [0]))
+PART, ENDLESS = ZERO | {"partition_count": 1}, SGD | {"state": {0: {"step": float("inf")}}}
 IN_ONE = b"}X\x01\x00\x00\x00a" + TWO + b"s"  # {"a": a tensor}
 APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
     tensor(shape=(1,))[2:-1], tensor(offset=1, shape=(1,))[2:-1]
@@ -219,19 +214,15 @@ APART = b"}(X\x01\x00\x00\x00a%sX\x01\x00\x00\x00b%su" % (
 MODEL, ZERO_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 # The rest of the model states, the optimizer states of a rank (None: without ZeRO), and what the error contains.
 DAMAGED = {
-    "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": nested()}, "partition_count is no whole"),
-    "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
-    "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, ZERO | {"partition_count": 1}, "the shape of w is no"),
-    "a frozen shape": (
-        {"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, ZERO | {"partition_count": 1}, "the shape of w is no"
-    ),
+    "nested counts": ({"param_shapes": []}, ZERO | {"partition_count": TUPLES}, "partition_count is no whole"),
+    "a shape of text": ({"param_shapes": [{"w": ("a", 10**9)}]}, PART, "the shape of w is no"),
+    "a negative shape": ({"param_shapes": [{"w": (-1, -2)}]}, PART, "the shape of w is no"),
+    "a frozen shape": ({"param_shapes": [], "frozen_param_shapes": {"w": [2]}}, PART, "the shape of w is no"),
     "more parameters than weights": ({"module": IN_ONE, "optimizer": SGD}, None, "StopIteration"),
     "fewer parameters than weights": ({"module": APART, "optimizer": ONE}, None, "not all parameters"),
     "counters of text": ({"module": {}, "optimizer": None, "global_steps": "a"}, None, "must be whole numbers"),
-    "a step without end": (
-        {"module": IN_ONE, "optimizer": SGD | {"state": {0: {"step": float("inf")}}}}, None, "OverflowError"
-    ),
-}  # fmt: skip
+    "a step without end": ({"module": IN_ONE, "optimizer": ENDLESS}, None, "OverflowError"),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -260,17 +251,3 @@ def test_lists_without_end(runs_of_deepspeed, tmp_path):
     engine = make_engine(runs_of_deepspeed / "mlp-1-fp32", "mlp")
     with pytest.raises(jzero.ConfigError, match="is damaged: its counters: maximum recursion depth"):
         engine.load_checkpoint(tmp_path)
-
-
-def test_frozen_parameters_of_a_universal_checkpoint(tmp_path):
-    """They are in the model states, of every rank a part."""
-    (tmp_path / "zero" / "a").mkdir(parents=True)
-    archive(tmp_path / "zero" / "a" / "fp32.pt", tensor(), [FLOATS])
-    for rank in range(2):
-        states(
-            tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", **COUNTERS, module=None,
-            frozen_param_shapes={"w": (3,)}, frozen_param_fragments=IN_ONE.replace(b"a", b"w", 1),
-        )  # fmt: skip
-    found = read_deepspeed(tmp_path).tensors["fp32"]
-    assert sorted(found.entries) == ["a", "w"]
-    assert [values.tolist() for _, values in found.windows("w", (slice(0, 3),))] == [[0, 1, 0]]

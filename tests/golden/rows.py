@@ -3,7 +3,6 @@
 `python tests/golden/rows.py DIRECTORY [part of a name]` writes the program of each row, to compare with `diff`.
 """
 
-import math
 import re
 import sys
 from functools import lru_cache
@@ -19,6 +18,7 @@ if __name__ == "__main__":
 
 from flax import linen, nnx
 from helpers import tensor_models
+from helpers.steps import mesh
 from helpers.tensor_models import BATCH, WIDTH, linen_loss
 from layouts import Net
 
@@ -109,6 +109,7 @@ def _rows():
     yield "normed-fp16", "normed", {"zero": 4}, {"stage": 2}, FP16
 
 
+GROUPS = [{"match": "norm|bias", "weight_decay": 0.0}]
 SECTIONS = {
     "fp16": FP16,
     "fp8": FP8,
@@ -129,12 +130,8 @@ SECTIONS = {
     "moments-fp8": {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}, "state_dtype": "fp8"}},
     "moments-bf16": {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}, "state_dtype": "bf16"}},
     "frozen": {"frozen_parameters": ["embed"]},
-    "groups": {
-        "optimizer": {
-            "type": "AdamW", "params": {"lr": 0.1}, "groups": [{"match": "norm|bias", "weight_decay": 0.0}],
-        }
-    },
-}  # fmt: skip
+    "groups": {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}, "groups": GROUPS}},
+}
 ZERO_SECTIONS = {
     "hpz": {"zero_hpz_partition_size": 2},
     "qwz": {"zero_quantized_weights": True},
@@ -157,7 +154,7 @@ def batch(name):
 
 def setting(name: str) -> dict:
     """Return model, config and mesh of a row, as `jzero.initialize` and `jzero.make_train_step` take them."""
-    kind, mesh, zero, sections = ROWS[name]
+    kind, degrees, zero, sections = ROWS[name]
     config = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": 2,
@@ -165,11 +162,9 @@ def setting(name: str) -> dict:
         "zero_optimization": zero,
         **sections,
     }
-    if mesh.get("tensor", 1) > 1 and tensor_models.DIMENSIONS.get(kind):
+    if degrees.get("tensor", 1) > 1 and tensor_models.DIMENSIONS.get(kind):
         config["tensor_parallel"] = {"dimensions": tensor_models.DIMENSIONS[kind]}
-    degrees = {"zero": 1, **mesh}
-    made = jzero.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
-    return {"model": model(kind), "config": config, "mesh": made}
+    return {"model": model(kind), "config": config, "mesh": mesh(**{"zero": 1, **degrees})}
 
 
 def program(name: str) -> str:

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 GOLDEN = Path(__file__).parent
+VERSION = ".".join(jax.__version__.split(".")[:2])
 
 
 def read(name: str):
@@ -13,17 +15,12 @@ def read(name: str):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write(name: str, value) -> None:
-    (GOLDEN / name).write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-
-
 def check(name: str, found, update: bool) -> None:
     """Compare with the file; a difference names what is gone, new and other."""
     known = read(name)
     if update:
-        write(name, found)
-        return
-    if lines := difference(known, found):
+        (GOLDEN / name).write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    elif lines := difference(known, found):
         pytest.fail("\n".join([f"{name}, after a meant change: this test with --update-golden", *lines]), pytrace=False)
 
 

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import numpy as np
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
@@ -21,6 +20,7 @@ if __name__ == "__main__":
 
 from golden import rows
 from helpers.drawn import zeros
+from helpers.reference import leaves
 
 import jzero
 
@@ -39,12 +39,7 @@ def engine(name: str, drawn: bool = False):
 
 def contents(state) -> list[str]:
     """Return the digests of all arrays of a state, in whatever order and under whatever name it keeps them."""
-    return sorted(hashlib.sha256(_bytes(x)).hexdigest()[:16] for x in jax.tree.leaves(state))
-
-
-def _bytes(x) -> bytes:
-    plain = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return np.asarray(jax.device_get(plain)).tobytes()
+    return sorted(hashlib.sha256(x.tobytes()).hexdigest()[:16] for x in leaves(state))
 
 
 def losses(made, name: str) -> list[float]:

@@ -12,8 +12,7 @@ if __name__ == "__main__":  # before JAX starts
     jax.config.update("jax_disable_most_optimizations", True)
 
 import numpy as np
-from helpers.group_layouts import CHUNKED, LAYOUTS, QUIET, make_engine, plain
-from helpers.mixture_models import batches, initial, model
+from helpers.mixture_models import CHUNKED, CLIPPED, LAYOUTS, QUIET, batches, initial, make_engine, model, reference
 from helpers.oracle import greedy, largest_error
 
 from jzero.mesh import AXES
@@ -38,16 +37,15 @@ def run(name):
                 one = make_engine("one")
                 one.load_checkpoint(directory)
         losses.append(float(engine.train_batch(batch)))
-    known, params = plain()
+    known = reference(QUIET, CLIPPED)
+    expected = greedy(model(QUIET), initial(QUIET), prompts, np.zeros(len(prompts), int), NEW)
     return {
         "devices": len(engine.mesh.devices.flat),
-        "losses": np.abs(np.array(losses) / known - 1).max(),
-        "parameters": float(largest_error(engine.state.params, params)),
-        "loss after loading": abs(float(one.train_batch(batches()[2])) / known[2] - 1),
-        "parameters after loading": float(largest_error(one.state.params, params)),
-        "other tokens": int(
-            (texts != greedy(model(QUIET), initial(QUIET), prompts, np.zeros(len(prompts), int), NEW)).sum()
-        ),
+        "losses": np.abs(np.array(losses) / known.losses - 1).max(),
+        "parameters": float(largest_error(engine.state.params, known.params)),
+        "loss after loading": abs(float(one.train_batch(batches()[2])) / known.losses[2] - 1),
+        "parameters after loading": float(largest_error(one.state.params, known.params)),
+        "other tokens": int((texts != expected).sum()),
     }
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a config, one with a nested key, and one that people have."""
+"""What is wrong with a config, and one that people have."""
 
 import pytest
 
@@ -15,12 +15,6 @@ def problems(source) -> tuple[str, ...]:
 def problem(source) -> str:
     (only,) = problems(source)
     return only
-
-
-def nest(path: str, value) -> dict:
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
 
 
 TUTORIAL_ZERO3 = {

@@ -12,12 +12,14 @@ from helpers.tensor_models import LR, ZOO, batches, initial, make_step
 from helpers.tensor_models import model as model_of
 
 import jzero
+from jzero.tree import named
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}
 EXACT = {"xla_allow_excess_precision": False}
 BF16 = {"bf16": {"enabled": True}, "compiler_options": EXACT}
 FP8 = {**BF16, "fp8": {"enabled": True, "min_size": 8}}
+name_of = partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 def rounded(x, dtype, axes=None, scale=None):
@@ -73,10 +75,6 @@ def emulated(name, fp8_format, chained, scales=(None, None)):
         return model
 
     return jzero.from_flax(make), noted
-
-
-def name_of(path):
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def in_fp8(path):
@@ -142,16 +140,12 @@ def trained(name, precision=FP8, **layout):
 
 
 def distances(gradients, others):
-    flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
-    return {
-        name_of(path): float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        for (path, a), b in zip(flat, jax.tree.leaves(others), strict=True)
-        if b.any()
-    }
+    norm, ours = np.linalg.norm, named(gradients)
+    return {name: float(norm(ours[name] - x) / norm(x)) for name, x in named(others).items() if x.any()}
 
 
 def shares(gradients, oracle, bf16):
     """How far gradients lie on the way from the oracle's in bf16 (0) to that in fp8 (1), leaf by leaf."""
-    flat = jax.tree_util.tree_flatten_with_path(oracle)[0]
-    rest = zip(flat, jax.tree.leaves(gradients), jax.tree.leaves(bf16), strict=True)
-    return {name_of(path): float(np.vdot(g - b, f - b) / np.vdot(f - b, f - b)) for (path, f), g, b in rest if f.any()}
+    ours, start = named(gradients), named(bf16)
+    ways = {name: (ours[name] - start[name], x - start[name]) for name, x in named(oracle).items() if x.any()}
+    return {name: float(np.vdot(way, whole) / np.vdot(whole, whole)) for name, (way, whole) in ways.items()}

@@ -1,6 +1,6 @@
 """Scheduled HLO programs written by hand, and round rates, so that their time is arithmetic."""
 
-from jzero.planner import Rates, step_time
+from jzero.planner import Rates
 
 # Round numbers, so that the arithmetic below can be done by hand.
 RATES = Rates(
@@ -44,10 +44,6 @@ ENTRY %main (x: bf16[1000,1000], w: f32[1000,1000], v: bf16[1000000]) -> bf16[10
 
 def computation(name, *lines):
     return f"%{name} (p: f32[1]) -> f32[1] {{\n  " + "\n  ".join(lines) + "\n}\n"
-
-
-def seconds(*lines, rates=RATES, **kwargs):
-    return step_time(program(*lines, **kwargs), rates).step_s
 
 
 X = "bf16[1000,1000]{1,0}"

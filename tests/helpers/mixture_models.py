@@ -1,4 +1,4 @@
-"""A decoder whose layers are mixtures of experts, its batches, the plain loop of it, and train steps of it."""
+"""A decoder whose layers are mixtures of experts, its batches, the plain loop, and train steps and engines of it."""
 
 import dataclasses
 from functools import lru_cache
@@ -12,6 +12,7 @@ from helpers import tensor_models
 from helpers.mixtures import plain_mixtures
 from helpers.named_models import model_of
 from helpers.oracle import plain_loop
+from helpers.steps import mesh, settings
 from helpers.tensor_models import BATCH, LR, SEQUENCE, STEPS, VOCAB
 
 import jzero
@@ -19,6 +20,21 @@ from models.decoder_config import DecoderConfig
 from models.moe import MixtureConfig
 
 CONFIG = DecoderConfig(2, 32, 4, 2, 64, vocab_size=VOCAB, attention="xla", mixture=MixtureConfig(4, 2, 16))
+QUIET = dataclasses.replace(CONFIG, num_layers=4, mixture=dataclasses.replace(CONFIG.mixture, balance=0.0))
+SGD = optax.sgd(LR)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3, weight_decay=0.1))  # of make_engine
+CHUNKED = {"schedule": "interleaved", "chunks": 2}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+LAYOUTS = {
+    "pipe x tensor": ({"pipe": 2, "tensor": 2}, 0, {"schedule": "zero_bubble"}, {}),
+    "pipe x expert x context": ({"pipe": 2, "expert": 2, "context": 2}, 2, CHUNKED, {}),
+    "expert x context x tensor": ({"expert": 2, "context": 2, "tensor": 2}, 3, {}, {}),
+    "data x zero x tensor, offloaded": ({"data": 2, "zero": 2, "tensor": 2}, 3, {}, OFFLOADED),
+    "zero x context, scanned": ({"zero": 2, "context": 2}, 3, {}, {}),
+    "zero": ({"zero": 4}, 2, {}, {}),
+    "expert": ({"expert": 4}, 3, {}, {}),
+    "one": ({}, 0, {}, {}),
+}
 model = lru_cache(model_of)
 
 
@@ -41,18 +57,29 @@ def config_of(layout, factor):
 
 
 @lru_cache
-def reference(config):
+def reference(config, tx=SGD):
     def mean(params, batch):
         loss, _ = model(config).loss(params, batch, None)
         return loss.sum / loss.count
 
     with plain_mixtures():
-        return plain_loop(mean, initial(config), batches(), optax.sgd(LR))
+        return plain_loop(mean, initial(config), batches(), tx)
 
 
 def make_step(config, *, schedule="1f1b", more=None, **layout):
     pipeline = {"pipeline": {"schedule": schedule}} if "pipe" in layout else {}
     return tensor_models.make_step(model(config), more=pipeline | (more or {}), **layout)
+
+
+def make_engine(name):
+    """Make an engine of QUIET in a layout of LAYOUTS."""
+    degrees, stage, pipeline, offload = LAYOUTS[name]
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}}
+    degrees, unroll = {"zero": 1, **degrees}, not ("scanned" in name or offload)
+    config = settings(BATCH, stage, 2, gradient_clipping=0.5, optimizer=adamw, mesh=degrees, pipeline=pipeline,
+                      stack={"unroll": unroll}, steps_per_print=None)  # fmt: skip
+    config["zero_optimization"] |= offload
+    return jzero.initialize(model=model(QUIET), config=config, mesh=mesh(**degrees), params=initial(QUIET))[0]
 
 
 class Own(nnx.Module):

@@ -43,23 +43,24 @@ class Decoder:
 
     def suffix(self, ends, x, batch, rng):
         head = ends["embed"].T if self.tied else ends["head"]
-        labels, logits = batch["labels"], (x @ head).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-        return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
+        return mean_over_labels((x @ head).astype(jnp.float32), batch["labels"])
 
     loss = stacked_loss
 
 
-def llama(tied):
-    config = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, tied=tied)
-    return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
+def mean_over_labels(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
 
 
 @lru_cache
 def model(name):
+    if name == "decoder":
+        return Decoder()
     if name == "mlp":
         return jzero.from_flax(lambda rngs: MLP(20, 16, 10, rngs=rngs), cross_entropy)
-    return Decoder() if name == "decoder" else llama(tied=name == "tied")
+    config = LlamaConfig(2, 32, 4, 2, 48, vocab_size=VOCAB, tied=name == "tied")
+    return jzero.from_flax(lambda rngs: Llama(config, rngs=rngs))
 
 
 @lru_cache

@@ -26,7 +26,7 @@ def sample(cases, levels=lambda case: case, strength=2):
     [(0, 'S'), (1, 'M'), (2, 'L')]
     """
     cases = list(cases)
-    uncovered = [set(_combinations(levels(case), strength)) for case in cases]
+    uncovered = [set(combinations(enumerate(levels(case)), strength)) for case in cases]
     chosen = set()
     while any(uncovered):
         best = max(range(len(cases)), key=lambda i: len(uncovered[i]))  # of equals the first
@@ -54,10 +54,6 @@ def assert_pairs(levels, rows):
     for a, b in combinations(range(len(levels)), 2):
         missing = set(product(levels[a], levels[b])) - {(row[a], row[b]) for row in rows}
         assert not missing, (a, b, missing)
-
-
-def _combinations(levels, strength):
-    return combinations(enumerate(levels), strength)
 
 
 def _param(case, chosen):

@@ -28,15 +28,14 @@ def mesh(zero=4, **degrees):
     return jzero.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
 
 
-def started(model, config, mesh=None):
+def started(model, config, mesh=None, params=None):
     step = jzero.make_train_step(model, config, mesh=mesh)
-    return step, step.init(jax.random.key(0))
+    return step, step.init(jax.random.key(0), params)
 
 
 def started_with_numpy(model, config, mesh=None):
     """Like `started`, from `random_params`."""
-    step = jzero.make_train_step(model, config, mesh=mesh)
-    return step, step.init(jax.random.key(0), random_params(model))
+    return started(model, config, mesh, random_params(model))
 
 
 def run(step, batches, params=None, extras=None):

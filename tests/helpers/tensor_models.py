@@ -9,7 +9,8 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from helpers.oracle import largest_error, mean_of, plain_loop, train
-from helpers.reference import Decoder
+from helpers.reference import Decoder, mean_over_labels
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -88,19 +89,10 @@ class LinenGPT(linen.Module):
         return linen.Dense(VOCAB, use_bias=False)(linen.LayerNorm()(x))
 
 
-def attend(module, x):
-    return module.attend(x)
-
-
 def list_of_layers():
-    embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, attend))
+    embed, head = (TiedLayerSpec("tokens", nnx.Embed, VOCAB, WIDTH, forward_fn=f) for f in (None, nnx.Embed.attend))
     layers = [embed, *[LayerSpec(Block)] * 4, LayerSpec(nnx.LayerNorm, WIDTH), head]
     return PipelineModule(layers, loss_fn=mean_over_labels)
-
-
-def mean_over_labels(logits, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-    return jzero.Mean(jnp.sum(losses, where=labels >= 0), (labels >= 0).sum())
 
 
 def linen_loss(module, batch):
@@ -131,19 +123,15 @@ ZOO = {
     "vit": (ViT, ViTConfig(*BLOCKS, num_classes=8, image_size=16, patch_size=4, attention="xla")),
 }
 
+FEED_FORWARD = {"up/kernel": 1, "up/bias": 0, "down/kernel": 0}
+LAYER = {"attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0} | FEED_FORWARD
 DIMENSIONS = {
     **{name: {} for name in ZOO},  # the models have tables
     "multi-query": {"gate_up/kernel": 2, "attention/out/kernel": 0, "mlp/down/kernel": 0, "embed": 0, "head/kernel": 1},
-    "nnx": {
-        "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
-        "up/bias": 0, "down/kernel": 0, "embed/embedding": 0, "head/kernel": 1,
-    },
+    "nnx": LAYER | {"embed/embedding": 0, "head/kernel": 1},
     "decoder": {"stack/w": 1, "stack/b": 0, "embed": 0, "head": 1},
-    "dropping": {"up/kernel": 1, "up/bias": 0, "down/kernel": 0, "embedding": 0},
-    "layers": {
-        "attn/(query|key|value)/kernel": 1, "attn/(query|key|value)/bias": 0, "attn/out/kernel": 0, "up/kernel": 1,
-        "up/bias": 0, "down/kernel": 0, "embedding": 0,
-    },
+    "dropping": FEED_FORWARD | {"embedding": 0},
+    "layers": LAYER | {"embedding": 0},
     "linen": {
         "(query|key|value)/kernel": 1, "(query|key|value)/bias": 0, "Attention_0/out/kernel": 0,
         "LinenBlock.*/Dense_0/kernel": 1, "LinenBlock.*/Dense_0/bias": 0, "LinenBlock.*/Dense_1/kernel": 0,
@@ -221,18 +209,13 @@ def reference(name, optimizer="SGD"):
 
 def make_step(
     subject, *, stage=0, accum=1, remat="none", unroll=True, dimensions=None, optimizer="SGD", precision=None,
-    pipeline=None, zero_section=None, regather=False, more=None, **mesh
+    pipeline=None, zero_section=None, regather=False, more=None, **degrees
 ):  # fmt: skip
     """A train step of a model, or of the one with this name; `more` are changes of the config, section by section."""
-    degrees = {"data": 1, "zero": 1, **mesh}
-    devices = jax.devices()[: int(np.prod(list(degrees.values())))]
     named = isinstance(subject, str)
     if dimensions is None:
-        dimensions = DIMENSIONS[subject] if named and mesh.get("tensor", 1) > 1 else {}
-    config = {
-        "train_batch_size": BATCH, "gradient_accumulation_steps": accum, "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        dimensions = DIMENSIONS[subject] if named and degrees.get("tensor", 1) > 1 else {}
+    config = settings(BATCH, stage, accum, LR) | {
         "activation_checkpointing": {"policy": remat}, "stack": {"unroll": unroll},
         "tensor_parallel": {"dimensions": dimensions, "regather": regather}, "pipeline": pipeline or {},
         **OPTIMIZERS[optimizer][0], **(precision or {}),
@@ -240,8 +223,7 @@ def make_step(
     config["zero_optimization"] |= zero_section or {}
     for key, section in (more or {}).items():
         config[key] = config[key] | section if key in config else section
-    mesh = jzero.make_mesh(**degrees, devices=devices)
-    return jzero.make_train_step(model(subject) if named else subject, config, mesh=mesh)
+    return jzero.make_train_step(model(subject) if named else subject, config, mesh=mesh(**{"zero": 1, **degrees}))
 
 
 def errors(name, oracle=None, optimizer="SGD", **layout):

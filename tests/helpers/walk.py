@@ -11,25 +11,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
 
 sys.path.insert(0, os.getcwd())
 import jzero
+from models.mlp import MLP, cross_entropy
 
 LIBRARY = str(Path(jzero.__file__).parent)
-
-
-class Small(nnx.Module):
-    def __init__(self, rngs):
-        self.a, self.b = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 10, rngs=rngs)
-
-    def __call__(self, x):
-        return self.b(nnx.relu(self.a(x)))
-
-
-def loss_fn(module, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(module(batch["x"]), batch["y"]).mean()
 
 
 def walked(work):
@@ -55,14 +42,14 @@ def main():
         "train_batch_size": 32, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }  # fmt: skip
-    data = {"x": np.ones((640, 64), np.float32), "y": np.zeros(640, np.int32)}
-    model = jzero.from_flax(lambda rngs: Small(rngs), loss_fn)
+    data = np.ones((640, 64), np.float32), np.zeros(640, np.int32)
+    model = jzero.from_flax(lambda rngs: MLP(64, 64, 10, rngs=rngs), cross_entropy)
     with contextlib.redirect_stdout(sys.stderr):
         engine, *_ = jzero.initialize(model=model, config=config, training_data=data)
         for _ in range(4):
             engine.train_batch()
         files, calls = walked(engine.train_batch)
-        shapes = {"x": jax.ShapeDtypeStruct((32, 64), np.float32), "y": jax.ShapeDtypeStruct((32,), np.int32)}
+        shapes = jax.ShapeDtypeStruct((32, 64), np.float32), jax.ShapeDtypeStruct((32,), np.int32)
         step = jzero.make_train_step(model, config)
         traced, _ = walked(lambda: step.lower(shapes))
     print(json.dumps([files, calls, traced]))

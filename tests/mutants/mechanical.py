@@ -11,20 +11,20 @@ with one state of the library and one seed.
 
 import argparse
 import ast
-import copy
 import json
 import os
 import random
-import shutil
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from test_mutants import ROOT, copy
+
 FILES = ("layout/*", "passes/*", "step/*", "pipeline/*", "optimizers/*", "loss_scale", "loss", "checkpoint/*")
 # How many tests run before the next ones are asked; a mutant that all of them let live has survived.
 PORTIONS = (6, 20, 50)
@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
 
 def mutated(node: ast.AST) -> list[ast.AST]:
     """Return the mutants of one node."""
-    new = copy.deepcopy(node)
+    new = deepcopy(node)
     match new:
         case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in OTHER:
             new.op = OTHER[type(op)]()
@@ -133,10 +133,7 @@ def run(mutant: Mutant, tests: list[str], limit: float) -> dict[str, Any]:
     """Run the tests on a copy of the library with one mutant."""
     began, by = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as directory:
-        for name in ("jzero", "models", "tests", "experiments", "docs"):
-            shutil.copytree(ROOT / name, Path(directory) / name, symlinks=True)
-        for name in ("pyproject.toml", "conftest.py", "README.md", "CHANGELOG.md"):
-            shutil.copy(ROOT / name, directory)
+        copy(Path(directory))
         # Most programs of a mutant are those of the library.
         (ROOT / ".jax_cache").mkdir(exist_ok=True)
         (Path(directory) / ".jax_cache").symlink_to(ROOT / ".jax_cache")

@@ -27,18 +27,14 @@ def header(patch):
     return dict(re.findall(r"^(Defect|Test): (.+)$", patch.read_text().partition("\ndiff ")[0], re.M))
 
 
-def copy(directory, patch):
-    """Copy what the tests read, apply the patch, and return the copy."""
+def copy(directory):
+    """Copy what the tests read."""
     for name in ("jzero", "models", "tests", "experiments"):
         if (ROOT / name).is_dir():
             ignore = shutil.ignore_patterns("__pycache__", "mutants")
             shutil.copytree(ROOT / name, directory / name, ignore=ignore, symlinks=True)
     for name in ("pyproject.toml", "conftest.py", "README.md", "docs", "CHANGELOG.md"):
         (directory / name).symlink_to(ROOT / name)
-    # Outside of a repository `git apply` changes files; within one it leaves those out that git does not know.
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(directory.parent)}
-    subprocess.run(["git", "apply", "--whitespace=nowarn", patch], cwd=directory, env=env, check=True)
-    return directory
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
@@ -55,11 +51,12 @@ def test_each_patch_names_a_test_and_applies(patch):
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_a_past_defect_is_caught(patch, tmp_path):
     """The named test fails with the defect, and by an assertion or an error of the test itself, not for its absence."""
-    mutant = copy(tmp_path, patch)
+    copy(tmp_path)
+    # Outside of a repository `git apply` changes files; within one it leaves those out that git does not know.
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent), "PYTHONPATH": str(tmp_path)}
+    subprocess.run(["git", "apply", "--whitespace=nowarn", patch], cwd=tmp_path, env=env, check=True)
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
-    env = {**os.environ, "PYTHONPATH": str(mutant)}
-    done = subprocess.run(
-        [*command, header(patch)["Test"]], cwd=mutant, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    command.append(header(patch)["Test"])
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-1000:]
     assert re.search(r"^FAILED |^ERROR |\d+ failed", done.stdout, re.M), done.stdout[-3000:]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.cuda import on_gpu
 from helpers.sampling import some
 from helpers.stored_cases import check_cases
 
@@ -100,9 +100,8 @@ def test_tokens_of_jsonl(options, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-def test_pretrain_plans(run_pretrain, no_compilation_cache):
+@on_gpu
+def test_pretrain_plans(run_pretrain):
     printed = run_pretrain("--plan 8 --override mesh.pipe=2 --override gradient_accumulation_steps=2")
     assert "8 x NVIDIA H100" in printed
     assert "attention kernel cudnn" in printed

@@ -8,6 +8,7 @@ import pytest
 from helpers.sampling import keep, some
 
 from experiments.benchmarks import first, gpu, lora, mixtures
+from jzero.planner import matmuls
 
 ROWS = [(first, name, runner) for name in first.CASES for runner in ("jzero", "flax", "torch")]
 ROWS += [(mixtures, name, runner) for name in mixtures.CASES for runner in ("jzero", "torch")]
@@ -38,20 +39,9 @@ def test_plain_flax_multiplies_in_bfloat16(name):
     """A single layer that computes in float32 makes all after it do so: the row would compare two dtypes."""
     case = first.CASES[name].tiny()
     start, step = first.flax_step(case)
-    trace = jax.make_jaxpr(step)(*jax.eval_shape(start), first.batch_of(case))
-    assert {str(x.aval.dtype) for eqn in matmuls(trace.jaxpr) for x in eqn.invars} == {"bfloat16"}
-
-
-def matmuls(jaxpr):
-    """Those with weights, and convolutions; attention's have batch dimensions."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "conv_general_dilated" or (name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ())):
-            yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from matmuls(inner)
+    found = matmuls(jax.jit(step).trace(*jax.eval_shape(start), first.batch_of(case)))
+    assert found.count > 20
+    assert found.float32 == 0, found
 
 
 @pytest.mark.slow

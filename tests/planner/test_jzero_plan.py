@@ -202,33 +202,23 @@ def test_xlas_limit_is_what_the_run_will_have(monkeypatch):
     assert limit() == pytest.approx(size / 2)
 
 
-SCHEDULED = """HloModule m, is_scheduled=true, num_partitions=1
-
-%body (p: (f32[256], f32[4,256])) -> (f32[256], f32[4,256]) {
-  %p = (f32[256]{0}, f32[4,256]{1,0}) parameter(0)
-  %x = f32[256]{0} get-tuple-element(%p), index=0
-  %all = f32[4,256]{1,0} get-tuple-element(%p), index=1
-  %wide = f32[1024]{0} custom-call(%x), custom_call_target="f", metadata={op_name="jit(step)/jvp(net)/one_row_of_4/b"}
-  %y = f32[256]{0} custom-call(%wide), custom_call_target="f"
-  ROOT %t = (f32[256]{0}, f32[4,256]{1,0}) tuple(%y, %all)
-}
-
-%condition (p: (f32[256], f32[4,256])) -> pred[] {
-  %p = (f32[256]{0}, f32[4,256]{1,0}) parameter(0)
-  ROOT %c = pred[] constant(true)
-}
-
-ENTRY %main (a: f32[256]) -> f32[256] {
-  %a = f32[256]{0} parameter(0)
-  %first = f32[256]{0} custom-call(%a), custom_call_target="f"
-  %stash = f32[4,256]{1,0} custom-call(%a), custom_call_target="f", metadata={op_name="jit(step)/stash"}
-  %dead = f32[2048]{0} custom-call(%a), custom_call_target="f"
-  %t = (f32[256]{0}, f32[4,256]{1,0}) tuple(%first, %stash)
-  %loop = (f32[256]{0}, f32[4,256]{1,0}) while(%t), condition=%condition, body=%body
-  %out = f32[256]{0} get-tuple-element(%loop), index=0
-  ROOT %r = f32[256]{0} custom-call(%out), custom_call_target="f"
-}
-"""
+STATE = "(f32[256], f32[4,256])"
+PASS = computation(
+    "body", f"%p = {STATE} parameter(0)", "%x = f32[256] get-tuple-element(%p), index=0",
+    "%all = f32[4,256] get-tuple-element(%p), index=1",
+    '%wide = f32[1024] custom-call(%x), custom_call_target="f", metadata={op_name="jit(step)/jvp(net)/one_row_of_4/b"}',
+    '%y = f32[256] custom-call(%wide), custom_call_target="f"', f"ROOT %t = {STATE} tuple(%y, %all)",
+)  # fmt: skip
+SCHEDULED = program(
+    '%first = f32[256] custom-call(%x), custom_call_target="f"',
+    '%stash = f32[4,256] custom-call(%x), custom_call_target="f", metadata={op_name="jit(step)/stash"}',
+    '%dead = f32[2048] custom-call(%x), custom_call_target="f"',
+    f"%t = {STATE} tuple(%first, %stash)",
+    f"%loop = {STATE} while(%t), condition=%condition, body=%body",
+    "%out = f32[256] get-tuple-element(%loop), index=0",
+    'ROOT %r = f32[256] custom-call(%out), custom_call_target="f"',
+    others=PASS + computation("condition", f"%p = {STATE} parameter(0)", "ROOT %c = pred[] constant(true)"),
+)
 
 
 def test_live_buffers_by_hand():

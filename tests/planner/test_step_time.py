@@ -8,19 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cuda import on_gpu
-from helpers.hlo_programs import (
-    DONE,
-    GATHER_S,
-    MATMUL,
-    PRODUCT_S,
-    RATES,
-    X,
-    attention,
-    computation,
-    gather,
-    program,
-    seconds,
-)
+from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, computation, gather, program
 from helpers.refusals import refuses
 from jax import lax
 from jax.sharding import Mesh
@@ -32,14 +20,17 @@ QUANTIZED = "%q = f8e4m3fn[1000,1000]{1,0} parameter(3)"
 OF_QUANTIZED = MATMUL.replace("(%x, %x)", "(%q, %q)")
 
 
+def seconds(*lines, rates=RATES):
+    return step_time(program(*lines), rates).step_s
+
+
 def test_product():
     t = step_time(program(f"%a = {MATMUL}"), RATES)
     assert (t.step_s, t.flops, t.bytes) == (pytest.approx(PRODUCT_S), 2e9, 3 * 2e6)
     assert t.by == {"products": t.step_s}
     assert re.match(r"StepTime\([\d.]+ ms \+- 4%: 0.00 TFLOP", repr(t))
-    assert {key: list(seconds) for key, seconds in t.timeline.items()} == {
-        ("compute", "products"): pytest.approx([t.step_s / 100] * 100)
-    }
+    ((row, times),) = t.timeline.items()
+    assert (row, list(times)) == (("compute", "products"), pytest.approx([t.step_s / 100] * 100))
     in_f8 = step_time(program(QUANTIZED, f"%a = {OF_QUANTIZED}"), RATES)
     assert (t.uncertainty, in_f8.uncertainty) == (0.04, 0.10)
 
@@ -331,11 +322,8 @@ def test_the_done_of_an_update_waits_for_the_collective(before, after, exposed):
 
     Those before the done hide it, one after it hides nothing.
     """
-    wrapped = f"""%wrapped (q: bf16[2000,1000]) -> bf16[1000,1000] {{
-  %q = bf16[2000,1000] parameter(0)
-  ROOT %rs = {X} reduce-scatter(%q), replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, to_apply=%add
-}}
-"""
+    scatter = f"ROOT %rs = {X} reduce-scatter(%q), replica_groups={PAIRS}, dimensions={{0}}, to_apply=%add"
+    wrapped = computation("wrapped", "%q = bf16[2000,1000] parameter(0)", scatter)
     pair = "((bf16[2000,1000]), bf16[1000,1000])"
     start = f"%s = {pair} async-start(%g), calls=%wrapped", f"%u = {pair} async-update(%s), calls=%wrapped"
     first, second = ([f"%{name}{i} = {MATMUL}" for i in range(n)] for name, n in (("p", before), ("r", after)))

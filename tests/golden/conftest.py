@@ -1,6 +1,0 @@
-import pytest
-
-
-@pytest.fixture
-def update(request):
-    return request.config.getoption("--update-golden")
