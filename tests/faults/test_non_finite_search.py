@@ -8,6 +8,7 @@ import shlex
 from collections import OrderedDict, defaultdict, namedtuple
 from functools import lru_cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -287,11 +288,8 @@ def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
 
 @pytest.mark.parametrize("fault", keep(["the save", "another process"], ["another process"]))
 def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, monkeypatch):
-    def no_memory(*_):
-        raise RuntimeError("no memory")
-
     if fault == "the save":
-        monkeypatch.setattr(watch, "save_replay", no_memory)
+        monkeypatch.setattr(watch, "save_replay", Mock(side_effect=RuntimeError("no memory")))
     else:
         monkeypatch.setattr(watch, "share_problem", lambda topic, problem, timeout: problem or "no memory")
     settings = config(0, checkpoint={"dir": str(tmp_path / "run")})

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -106,10 +107,7 @@ def test_each_monitor_gets_the_metrics_of_every_step(services, tmp_path):
 
 
 def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(monitors.CsvFiles, "write", full)
+    monkeypatch.setattr(monitors.CsvFiles, "write", Mock(side_effect=OSError("No space left on device")))
     sections = {"csv_monitor": files(tmp_path / "csv"), "jsonl_monitor": files(tmp_path / "lines")}
     with pytest.warns(RuntimeWarning, match="csv_monitor: no more curves from this run: OSError: No space left"):
         train(steps=3, **sections)[0]._observers.close()  # it waits for the thread that writes
@@ -147,9 +145,7 @@ def test_a_step_is_written_once_it_has_ended_and_a_resumed_run_continues(tmp_pat
 
 
 def test_what_a_monitor_refuses(monkeypatch):
-    def refuse(**_):
-        raise RuntimeError("no API key")
-
+    refuse = Mock(side_effect=RuntimeError("no API key"))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
     monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: name if name == "wandb" else None)
     for section, words in (

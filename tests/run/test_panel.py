@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -169,10 +170,7 @@ def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatc
 @pytest.mark.parametrize("late", [False, True])
 def test_a_display_that_fails_leaves_the_run_alone(late, panel, capsys, monkeypatch):
     """At once or later, its panel goes for good and gives back what it has taken."""
-    opened = []
-
-    def closed(*_, **__):
-        raise OSError("closed")
+    opened, closed = [], Mock(side_effect=OSError("closed"))
 
     def broken(render):
         opened.append(Shown(render) if late else closed())
