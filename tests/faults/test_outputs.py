@@ -27,7 +27,6 @@ from jzero.values import kinds
 ROOT = Path(__file__).parents[2]
 
 BATCH = {"x": np.ones((8, 3), np.float32), "y": np.zeros(8, np.float32)}
-FILES = ("csv_monitor", "jsonl_monitor", "tensorboard")
 SERVICES = ("wandb", "comet")
 
 
@@ -156,7 +155,7 @@ def test_a_place_that_cannot_be_written(folder, fault, key):
 
 def test_what_is_not_used_is_not_checked(tmp_path):
     off = {"non_finite": {"output_path": "/dev/null/x"}, "profiler": {"output_path": "/dev/null/x"}}
-    off |= {section: {"output_path": "/dev/null/x"} for section in FILES}
+    off |= {section: {"output_path": "/dev/null/x"} for section in ("csv_monitor", "jsonl_monitor", "tensorboard")}
     jzero.initialize(model=Regression(), config=CONFIG | off | {"flops_profiler": {"output_file": "/dev/null"}})
 
 

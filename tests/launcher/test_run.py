@@ -307,11 +307,10 @@ def test_the_script_for_slurm(tmp_path, container):
     lines = done.stdout.splitlines()
     assert lines.count("64 auto") == 2, done.stdout + done.stderr
     assert "scontrol requeue 12" in lines  # the first process may end after the last one
-    there = f"{tmp_path}"
     command = {
         "": "python -u train.py",
         "Pyxis": "--container-image=registry.example.com#train:1 "
-        f"--container-mounts={there}:{there} --container-workdir={there} python -u train.py",
-        "Apptainer": f"apptainer exec --nv --bind {there} --pwd {there} train.sif python -u train.py",
+        f"--container-mounts={tmp_path}:{tmp_path} --container-workdir={tmp_path} python -u train.py",
+        "Apptainer": f"apptainer exec --nv --bind {tmp_path} --pwd {tmp_path} train.sif python -u train.py",
     }[container]
     assert lines[0] == f"srun --kill-on-bad-exit=1 --label {command}"
