@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers.steps import mesh, settings
 
 import jzero
 from jzero.config import Config
@@ -49,28 +50,20 @@ def written(path, content):
     return path
 
 
-def batches(size):
-    def provoke(folder):
-        model = jzero.from_flax(MLP, cross_entropy)
-        config = {"train_batch_size": size, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        step = jzero.make_train_step(model, config, mesh=jzero.make_mesh(devices=jax.devices()[:1]))
-        return DataLoader((np.zeros((16, 784), np.float32), np.zeros(16, np.int32)), step)
-
-    return provoke
+def batches_of_2_31(folder):
+    model = jzero.from_flax(MLP, cross_entropy)
+    step = jzero.make_train_step(model, settings(2**31 - 1), mesh=mesh(1))
+    return DataLoader((np.zeros((16, 784), np.float32), np.zeros(16, np.int32)), step)
 
 
-def circle():
-    data = {}
-    data["a"] = data
-    return data
-
-
+CIRCLE = {}
+CIRCLE["a"] = CIRCLE
 MEGABYTE = "k" * 10**6
 DIGITS = "9" * 5000
 # A fault of docs/faults.md: (what provokes it, parts of the error).
 FAULTS = {
     "JSON nested 100,000 deep": (load_text('{"a":' * 10**5 + "1" + "}" * 10**5), "nested too deeply"),
-    "a dict that contains itself": (load(circle()), "nested deeper than 20"),
+    "a dict that contains itself": (load(CIRCLE), "nested deeper than 20"),
     "20,000 keys": (load({f"k{n}": n for n in range(20_000)}), "more than 1,000 keys"),
     "a file of 2 MB": (load_text('{"seed": 1}' + " " * 2 * 10**6), "more than 1,048,576 characters"),
     "an hjson string without an end": (load_text("{a: '''x"), "neither JSON nor hjson"),
@@ -89,7 +82,7 @@ FAULTS = {
     "a warm-up of 10**30 steps": (load({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10**30}}}),
         "scheduler.params.warmup_num_steps", "up to 2147483647"),
     "a batch of 2**31 rows": (load({"train_batch_size": 2**31}), "train_batch_size", "up to 2147483647"),
-    "a batch of 2**31 - 1 rows from 16": (batches(2**31 - 1), "train_batch_size", "at most 1048576"),
+    "a batch of 2**31 - 1 rows from 16": (batches_of_2_31, "train_batch_size", "at most 1048576"),
     "slots of 5,000 digits": (hosts(f"a slots={DIGITS}\n"), "line 1", "at most 1024 slots"),
     "slots in other digits than 0-9": (hosts("a slots=\u0668\n"), "HOST slots=N"),
     "--include with an id of 5,000 digits": (command("--platform=cpu", f"--include=localhost:{DIGITS}"), "0 to"),
@@ -104,15 +97,10 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm():
-    """Start JAX, so that no row pays for it."""
-    jax.random.key(0)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault, tmp_path):
     provoke, *parts = FAULTS[fault]
+    jax.random.key(0)  # starts JAX, so that no row pays for it
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"no answer within {PATIENCE} s"))
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     started = time.thread_time()

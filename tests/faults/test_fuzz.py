@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.configs import TUTORIAL_ZERO3
+from launcher.jobs import call
 
 import jzero
 from jzero import checkpoint, ledger
@@ -305,14 +306,9 @@ def ledgers(r, folder):
         ledger.read(run).rows(step)
 
 
-def call(port, data):
-    """Call as soon as somebody listens, send `data`, and return what comes back in the meantime."""
-    for _ in range(4000):
-        with contextlib.suppress(ConnectionRefusedError):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-            break
-        time.sleep(0.005)
-    with connection, contextlib.suppress(OSError):
+def answer(port, data):
+    """Send `data` as soon as somebody listens, and return what comes back in the meantime."""
+    with call(port) as connection, contextlib.suppress(OSError):
         connection.settimeout(0.005)
         connection.sendall(data)
         return connection.recv(4096)
@@ -331,7 +327,7 @@ def rendezvous(r, folder):
         lines = [f"jzero {'0' * 32} job {rank} 3\n{proof}\n", "GET / HTTP/1.1\r\n\r\n"]
         for _ in range(r.choice([1, 2, 3])):
             data = garbled(r, r.choice(lines), INSIDE).encode("utf-8", "surrogatepass") * r.choice([1, 1, 1, 3000])
-            heard = call(port, data)
+            heard = answer(port, data)
             assert not secret or b"go" not in heard
         if r.random() < 0.5:
             try:

@@ -1,48 +1,79 @@
-"""Steps that are not finite: skipped, and found. The oracle is the fault: each test plants one, so it knows where."""
+"""Steps that are not finite: the place is found, and the step is repeated on one device.
+
+The oracle is the fault: each test plants one, so it knows where.
+"""
 
 import re
-from itertools import product
-from types import SimpleNamespace
+import shlex
+from collections import OrderedDict, defaultdict, namedtuple
+from functools import lru_cache
+from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.drawn import random_params
-from helpers.planted_faults import (
-    ACCUM,
-    GROUPS,
-    LAYOUTS,
-    MICRO,
-    WIDTH,
-    Net,
-    batch_of,
-    change,
-    config,
-    engine_of,
-    found_by,
-    new_params,
-    put,
-    replicas_of,
-    rows,
-    step_of,
-    train,
-)
-from helpers.reference import LR, Layout, assert_bitwise, batches, leaves, model
+from helpers.engines import ACCUM, LINE, MICRO
+from helpers.planted_faults import LAYERS, WIDTH, Net, config, put, rows, train
+from helpers.reference import assert_bitwise
+from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 from helpers.steps import mesh
 
 import jzero
-from jzero import ledger
+from jzero import checkpoint, ledger
+from jzero.cli import main
 from jzero.loss_scale import NonFiniteError
+from jzero.run.diagnosis import replay, watch
 
+GROUPS = "stage 3 in groups"  # parts on some devices, copies on others: the layout of the default run
+LAYOUTS = {  # stage, pipe, data, zero, whether the layers are unrolled
+    "stage 0": (0, 1, 4, 1, True),
+    "stage 3": (3, 1, 1, 4, True),
+    GROUPS: (3, 1, 2, 2, False),
+    "pipeline": (1, 2, 1, 2, False),
+}
 TWO = MICRO * ACCUM * 2  # rows of a global batch on two replicas
 
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@lru_cache
+def step_of(layout):
+    stage, pipe, data, zero, unroll = LAYOUTS[layout]
+    mesh = jzero.make_mesh(pipe=pipe, data=data, zero=zero, devices=jax.devices()[: pipe * data * zero])
+    return jzero.make_train_step(Net(), config(stage, stack={"unroll": unroll}), mesh=mesh)
+
+
+def new_params():
+    """The parameters of a new network; to draw them with JAX takes longer to compile than a step."""
+    params = random_params(Net())
+    return params | {"stack": params["stack"] | {name: np.zeros(LAYERS, np.float32) for name in ("gain", "root")}}
+
+
+def engine_of(layout):
+    return jzero.Engine(step_of(layout), jax.random.key(0), params=new_params())
+
+
+def replicas_of(layout):
+    return LAYOUTS[layout][2] * LAYOUTS[layout][3]
+
+
+def batch_of(layout, seed=0):
+    return rows(seed, MICRO * ACCUM * replicas_of(layout))
+
+
+def change(engine, leaf, f):
+    """Replace a stacked parameter by f of it, in its own sharding."""
+    stack, old = engine.state.params["stack"], engine.state.params["stack"][leaf]
+    stack[leaf] = jax.device_put(f(np.array(old)), old.sharding)
 
 
 def says(engine, batches, *words):
@@ -53,15 +84,20 @@ def says(engine, batches, *words):
     return str(error.value)
 
 
+def found_by(engine, bad, good, plant):
+    """Train on a good batch, plant a fault, train on the bad batch and a good one; return what the error says."""
+    engine.train_batch(good)
+    change(engine, *plant)
+    before = jax.device_get((engine.state.params, engine.state.opt_state))
+    text = says(engine, [bad, good])
+    assert_bitwise(before, (engine.state.params, engine.state.opt_state))
+    assert engine.global_steps == int(engine.state.step) == 1
+    return text
+
+
 def two_replicas(model=None, settings=None):
-    params = None if model is LINEAR else new_params()
+    params = None if model is LINE else new_params()
     return jzero.initialize(model=model or Net(), config=settings or config(1), mesh=mesh(2), params=params)[0]
-
-
-def good_and_bad(row, seed=1):
-    good, bad = rows(0, TWO), rows(seed, TWO)
-    bad["x"][row] = np.nan
-    return good, bad
 
 
 @pytest.mark.parametrize("layout", keep(LAYOUTS, ["pipeline"]))
@@ -145,35 +181,8 @@ def test_a_fault_that_does_not_repeat():
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
 
 
-@pytest.mark.slow
-def test_nothing_is_saved_between_a_bad_step_and_the_next(tmp_path):
-    """The ledger has what was found; the bad step was taken back."""
-    engine = two_replicas(settings=config(1, checkpoint={"dir": str(tmp_path / "run")}))
-    good, bad = good_and_bad(5)
-    train(engine, good, bad)
-    with pytest.raises(NonFiniteError, match="step 2: the loss is nan") as error:
-        engine.save_checkpoint()
-    engine.save_checkpoint().wait()
-    engine.load_checkpoint()
-    assert engine.global_steps == 1
-    train(engine, good)
-    assert engine.global_steps == 2
-    run = ledger.read(tmp_path / "run")
-    (notice,) = run.of("notice")
-    assert (notice["step"], notice["what"]) == (2, "not finite")
-    assert notice["text"].splitlines() == str(error.value).splitlines()[:-1]
-    assert list(run.steps) == [1, 2]
-    assert np.isfinite(run.steps[2].metrics["loss"])
-
-
-LINEAR = SimpleNamespace(
-    init=lambda rng: {"w": np.ones((WIDTH, WIDTH), np.float32)},
-    loss=lambda params, batch, rng: ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(),
-)
-
-
 def test_a_model_without_layers():
-    engine, bad = two_replicas(LINEAR, config(2)), rows(0, TWO)
+    engine, bad = two_replicas(LINE, config(2)), rows(0, TWO)
     bad["x"][7] = np.inf
     where = "in micro-batch 0 of 3, on replica 1: row 7 of the global batch"
     says(engine, [bad, bad], "first in the forward pass: the loss", where)
@@ -211,7 +220,8 @@ def test_a_module_with_dropout_in_a_pipeline(tmp_path):
 @pytest.mark.slow
 def test_fp16_stops_only_where_no_lower_scale_helps():
     scaled = {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}
-    engine, (good, bad) = two_replicas(settings=config(1, fp16=scaled)), good_and_bad(4)
+    engine, good, bad = two_replicas(settings=config(1, fp16=scaled)), rows(0, TWO), rows(1, TWO)
+    bad["x"][4] = np.nan
     train(engine, *[good] * 16)  # overflows, while the scale comes down
     assert 3 < engine.skipped_steps < 16
     skipped, scale = engine.skipped_steps, engine.loss_scale
@@ -219,63 +229,127 @@ def test_fp16_stops_only_where_no_lower_scale_helps():
     assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (16, skipped, scale)
 
 
-WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 100, "warmup_type": "linear"}}
-SCALED = {"enabled": True, "initial_scale_power": 3, "hysteresis": 2}
+@pytest.mark.parametrize("layout", keep(LAYOUTS, [GROUPS]))
+def test_one_sample_that_overflows_in_one_layer(layout, tmp_path, monkeypatch, capsys):
+    """A replay on one device, by the command that the run prints, finds the same."""
+    (here := tmp_path / "it's $HERE; true").mkdir()
+    monkeypatch.chdir(here)
+    engine, bad = engine_of(layout), batch_of(layout)
+    bad["x"][11, 0] = 200  # finite; exp(200) is not
+    text = found_by(engine, bad, batch_of(layout, 1), ("gain", lambda gain: put(0 * gain, 1, 1.0)))
+    assert "first in the forward pass: layer 1 of 4" in text
+    assert "all parameters are finite" in text
+    # every replica has 6 consecutive rows, and a micro-batch is 2 of them
+    assert "in micro-batch 2 of 3, on replica 1: row 11 of the global batch" in text
+    assert "batch itself" not in text
+    saved = here / "saved" / "step2"
+    for printed in (text, (saved / "README.md").read_text()):  # a shell reads the command as it is meant
+        command = re.search("jzero replay .*", printed)[0]
+        assert shlex.split(command) == ["jzero", "replay", str(saved), "--model", "package.module:function"]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_model.py").write_text("from helpers.planted_faults import Net as make_model\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    assert main(["replay", str(saved), "--model", "my_model:make_model"]) == 0
+    found = capsys.readouterr().out.strip()
+    assert "row 11 of the global batch" in found
+    assert found.splitlines() == text.splitlines()[: found.count("\n") + 1]
 
 
-def mlp():
-    return random_params(model("mlp"))
+def check_replay(saved, model, text):
+    found = str(jzero.replay(saved, model)).splitlines()
+    assert found == text.splitlines()[: len(found)]
 
 
-def spoiled(batch):
-    images, labels = batch
-    images = images.copy()
-    images[-1, 0] = np.nan  # one pixel of one row of the last replica
-    return images, labels
+class Balanced:
+    """Its gradient is not finite where the rows add up to 0, on one replica or, `together`, on all."""
+
+    def __init__(self, together):
+        self.together = together
+
+    def init(self, rng):
+        return {"w": jnp.ones(())}
+
+    def loss(self, params, batch, rng):
+        x = jzero.all_gather(batch["x"]) if self.together else batch["x"]
+        return jnp.sqrt(jnp.abs(params["w"] * x.mean()))
 
 
-@pytest.mark.parametrize(("precision", "stage"), keep(product(["fp32", "bf16", "fp16"], [0, 3]), [("fp16", 3)]))
-def test_a_step_that_is_not_finite_changes_nothing(precision, stage):
-    layout = Layout(stage, 4, 2, precision=precision)
-    config = layout.config(scheduler=WARMUP, **({"fp16": SCALED} if precision == "fp16" else {}))
-    step, data = jzero.make_train_step(model("mlp"), config, mesh=layout.mesh), batches("mlp")
-    state, seen = step.init(jax.random.key(0), mlp()), []
-    for i in range(6):
-        bad, before = i in (2, 3), jax.device_get((state.params, state.opt_state))
-        state, metrics = step(state, spoiled(data[i]) if bad else data[i])
-        if bad:
-            assert_bitwise(before, (state.params, state.opt_state))
-            assert not np.isfinite(metrics["loss"])
-        seen.append([float(metrics[name]) for name in ("skipped", "lr", "loss_scale")])
-    skipped, rates, scales = map(list, zip(*seen, strict=True))
-    assert skipped == [0, 0, 1, 1, 0, 0]
-    assert int(state.loss_scale.skipped) == 2
-    assert rates[2] == rates[3] == rates[4] < rates[5]  # the schedule counts the steps that were applied
-    # The first overflow is tolerated (hysteresis 2), the second halves.
-    assert scales == ([8, 8, 8, 8, 4, 4] if precision == "fp16" else [1] * 6)
-    assert all(np.isfinite(x).all() for x in leaves(state.params))
+@pytest.mark.parametrize("together", keep([False, True], [True]))
+def test_a_replay_of_rows_that_fail_only_together(together, tmp_path):
+    model = Balanced(together)
+    engine = jzero.initialize(model=model, config=config(0), mesh=mesh(2))[0]
+    bad = np.ones((2, ACCUM, MICRO), np.float32)  # replica, micro-batch, row
+    bad[:, 1] = [[1, 1], [-1, -1]] if together else [[1, 1], [1, -1]]
+    where = "in micro-batch 1 of 3" if together else "in micro-batch 1 of 3, on replica 1"
+    place = "first in the backward pass: the model; gradients that are not finite: w\n"
+    text = says(engine, [{"x": bad.ravel()}] * 2, place, f"  {where}; no single row fails alone")
+    check_replay(tmp_path / "saved" / "step1", model, text)
 
 
-def test_without_the_overflow_check_bf16_takes_what_comes():
-    config = Layout(0, 1, 1).config(bf16={"enabled": True, "check_grad_overflow": False})
-    step = jzero.make_train_step(model("mlp"), config, mesh=Layout(0, 1, 1).mesh)
-    state, metrics = step(step.init(jax.random.key(0), mlp()), spoiled(batches("mlp")[0]))
-    assert not metrics["skipped"]
-    assert not np.isfinite(state.params["fc2"]["kernel"]).all()
+@pytest.mark.parametrize("fault", keep(["the save", "another process"], ["another process"]))
+def test_a_fault_beside_the_search_does_not_hide_the_finding(fault, tmp_path, monkeypatch):
+    if fault == "the save":
+        monkeypatch.setattr(watch, "save_replay", Mock(side_effect=RuntimeError("no memory")))
+    else:
+        monkeypatch.setattr(watch, "share_problem", lambda topic, problem, timeout: problem or "no memory")
+    settings = config(0, checkpoint={"dir": str(tmp_path / "run")})
+    engine = jzero.initialize(model=Net(), config=settings, mesh=mesh(1), params=new_params())[0]
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    said = {"the save": "nothing is saved for a replay", "another process": "the search failed"}[fault]
+    place, batches = "first in the forward pass: layer 2 of 4", [rows(seed, MICRO * ACCUM) for seed in range(2)]
+    text = says(engine, batches, place, f"\n  {said}: no memory")
+    assert not (tmp_path / "saved").exists()
+    engine._observers.close()
+    run = ledger.read(tmp_path / "run")
+    (notice,) = run.of("notice")
+    assert (notice["step"], notice["what"], notice["text"] in text) == (1, "not finite", True)
+    assert not run.steps
 
 
-def test_a_run_of_bad_steps(capsys):
-    """A warning names its first step; after 20 of them the run ends with the leaves' names, and the engine is whole."""
-    layout = Layout(0, 1, 1)
-    engine, *_ = jzero.initialize(model=model("mlp"), config=layout.config(), mesh=layout.mesh, params=mlp())
-    good, bad = batches("mlp")[0], spoiled(batches("mlp")[0])
-    train(engine, good, bad, bad, good, bad, good)
-    warning = r"^jzero: step (\d+): the loss is nan, the step changed nothing; set \"non_finite\""
-    assert re.findall(warning, capsys.readouterr().out, re.M) == ["2", "5"]
-    assert (engine.skipped_steps, engine.global_steps) == (3, 6)
-    before = jax.device_get(engine.state.params)
-    # fc1/bias is not among them: ReLU's gradient at NaN is 0.
-    with pytest.raises(NonFiniteError, match=r"20 optimizer steps .*: fc1/kernel, fc2/bias, fc2/kernel\."):
-        train(engine, *[bad] * 40)
-    assert engine.skipped_steps == engine.global_steps - 3 >= 20
-    assert_bitwise(engine.state.params, before)
+def test_what_a_replay_refuses(tmp_path):
+    refuses(lambda: replay.main(str(tmp_path), "nothing"), "model")
+    engine = engine_of(GROUPS)
+    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
+    engine.train_batch(batch_of(GROUPS))
+    with pytest.raises(NonFiniteError, match="step 1: the loss is nan"):
+        engine.save_checkpoint(tmp_path / "run")
+    other = jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs), lambda model, batch: model(batch["x"]).mean())
+    engine.save_checkpoint(tmp_path / "run", tag="whole").wait()
+    notes = {"step": 2, "micro_batch": 0}
+    earlier = checkpoint.save({"w": jnp.ones(2)}, tmp_path / "saved", "step2", notes=notes).wait()
+    for saved, model, words in (
+        (tmp_path / "saved" / "step1", other, "another model: missing params/bias"),
+        (tmp_path / "run" / "whole", Net(), "a checkpoint, not a saved step"),
+        (earlier, Net(), "another version of jzero saved this step; let the run save it again"),
+    ):
+        refuses(lambda saved=saved, model=model: jzero.replay(saved, model), words)
+
+
+class Nested:
+    """Its batch has other mappings, and so has its extra."""
+
+    def init(self, rng):
+        return {"w": jnp.ones(())}
+
+    def loss(self, params, batch, rng, extra):
+        (inner,) = batch["z"]
+        return (params["w"] * inner["x"] - 10 * inner["a"]).mean() / batch["b"].mean() * extra["scale"]
+
+
+def test_other_mappings_are_saved_as_dicts_and_other_containers_named(tmp_path):
+    """JAX lists the leaves of an OrderedDict in its own order, those of a dict by name."""
+    engine = jzero.initialize(model=Nested(), config=config(0, gradient_accumulation_steps=1), mesh=mesh(1))[0]
+    inner = OrderedDict(x=np.array([3, np.inf], np.float32), a=np.ones(2, np.float32))
+
+    def said(inner):
+        batch, extra = defaultdict(list, z=inner, b=np.full(2, 5, np.float32)), OrderedDict(scale=np.float32(2))
+        engine.train_batch(batch, extra=extra)
+        with pytest.raises(NonFiniteError) as error:
+            engine.train_batch(batch, extra=extra)
+        return str(error.value)
+
+    refusal = "ConfigError: the batch contains a Wrapped; a replay takes dicts"
+    assert refusal in said(namedtuple("Wrapped", "inner")(inner))
+    text = said([inner])
+    assert "the batch itself is not finite: z/0/x" in text
+    check_replay(tmp_path / "saved" / "step1", Nested(), text)

@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +27,6 @@ from jzero.values import kinds
 ROOT = Path(__file__).parents[2]
 
 BATCH = {"x": np.ones((8, 3), np.float32), "y": np.zeros(8, np.float32)}
-FILES = ("csv_monitor", "jsonl_monitor", "tensorboard")
 SERVICES = ("wandb", "comet")
 
 
@@ -91,20 +88,17 @@ def test_a_file_that_appears_after_the_start_is_not_replaced(tmp_path, capfd):
         assert run().startswith("FLOPs of step 2: ")
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "refused"),
-    [
+def test_monitors_follow_no_link(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    for key, name, refused in (
         ("csv_monitor", "Train_Samples_lr.csv", pytest.warns(RuntimeWarning, match="csv_monitor: no more curves")),
         ("jsonl_monitor", "metrics.jsonl", pytest.raises(jzero.ConfigError, match="jsonl_monitor: ")),
-    ],
-)
-def test_monitors_follow_no_link(tmp_path, key, name, refused):
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / name).symlink_to(tmp_path / "mine")
-    with refused:
-        engine = start(f"{key}.output_path", tmp_path)
-        engine.train_batch(BATCH)
-        engine._observers.close()
+    ):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+        with refused:
+            engine = start(f"{key}.output_path", tmp_path)
+            engine.train_batch(BATCH)
+            engine._observers.close()
     assert (tmp_path / "mine").read_text() == "precious"
 
 
@@ -161,7 +155,7 @@ def test_a_place_that_cannot_be_written(folder, fault, key):
 
 def test_what_is_not_used_is_not_checked(tmp_path):
     off = {"non_finite": {"output_path": "/dev/null/x"}, "profiler": {"output_path": "/dev/null/x"}}
-    off |= {section: {"output_path": "/dev/null/x"} for section in FILES}
+    off |= {section: {"output_path": "/dev/null/x"} for section in ("csv_monitor", "jsonl_monitor", "tensorboard")}
     jzero.initialize(model=Regression(), config=CONFIG | off | {"flops_profiler": {"output_file": "/dev/null"}})
 
 
@@ -222,16 +216,3 @@ def test_the_pid_file(tmp_path, monkeypatch):
     with pytest.raises(jzero.ConfigError, match=r"--save_pid: .*\.jzero: .*remove it"), pid_file():
         pass
     assert file.is_dir()
-
-
-@pytest.mark.processes
-def test_the_agents_folder_is_private(tmp_path):
-    code = "import os; f = os.path.dirname(os.environ['JZERO_PROGRESS']); print(f, oct(os.stat(f).st_mode & 0o777))"
-    (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, "-m", "jzero", "--platform=cpu", "--no_local_rank", "train.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
-    folder, mode = done.stdout.split()
-    assert mode == "0o700"
-    assert Path(folder).parent == tmp_path
-    assert not Path(folder).exists()

@@ -50,7 +50,7 @@ def test_nothing_grows(tmp_path):
     words = ["--platform=cpu", "--num_gpus=2", "--no_local_rank", "train.py", STEPS, SAVES]
     command = Command(*words, cwd=tmp_path, env={"TMPDIR": str(temporary)})
     try:
-        (agent,) = command.until(("SEEN", 20)).agents()
+        (agent,), _ = command.until(("SEEN", 20)).agents_and_guards()
         watched = {"command": command.process.pid, "agent": agent}
         before, files = {name: held(pid) for name, pid in watched.items()}, count()
         command.until(("SEEN", 58), 400)

@@ -1,10 +1,12 @@
+import json
 import os
 import signal
 
 import pytest
-from hosts import Hosts
+import yaml
 from jobs import WORKER, Command
-from planning import Here
+
+from jzero import cli
 
 # A background job of a shell ignores Ctrl-C, and the commands that these tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,25 +35,49 @@ def worker(tmp_path):
     return path.name
 
 
+class Here:
+    """A folder with a script `train.py`, without a hostfile and without CUDA_VISIBLE_DEVICES."""
+
+    def __init__(self, tmp_path, monkeypatch, capsys):
+        self.path, self.capsys, self.setenv = tmp_path, capsys, monkeypatch.setenv
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("jzero.launcher.job.HOSTFILE", str(tmp_path / "none"))
+        for name in [*os.environ]:
+            if name.startswith(("CUDA_", "DS_", "JZERO_")):
+                monkeypatch.delenv(name)
+        (tmp_path / "home").mkdir()
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        (tmp_path / "train.py").write_text("")
+
+    def write(self, name, *lines):
+        (self.path / name).write_text("".join(f"{line}\n" for line in lines))
+        return str(self.path / name)
+
+    def hosts(self, *lines):
+        return self.write("hosts", *lines)
+
+    def printed(self, *words):
+        assert cli.main(["--dry_run", *map(str, words)]) == 0
+        out, err = self.capsys.readouterr()
+        assert err == ""
+        return out
+
+    def dry(self, *words):
+        return json.loads(self.printed(*words))
+
+    def manifest(self, *words):
+        """Return the manifest for Kubernetes and the specification of its pods."""
+        manifest = yaml.safe_load(self.printed("--launcher", "k8s", *words))
+        return manifest, manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+    def refused(self, *words):
+        assert cli.main(["--dry_run", *map(str, words)]) == 2
+        out, err = self.capsys.readouterr()
+        assert out == ""
+        assert err.startswith("jzero: ")
+        return err
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
     return Here(tmp_path, monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    made = Hosts(tmp_path_factory.mktemp("hosts"), int(os.environ.get("PYTEST_XDIST_WORKER", "gw99")[2:]))
-    yield made
-    made.remove()
-
-
-@pytest.fixture
-def launch(start, hosts, worker, tmp_path):
-    """Start a job on both hosts, two processes each."""
-
-    def launch(*arguments, on="a", slots=2, **keywords):
-        (tmp_path / "hostfile").write_text("".join(f"{name} slots={slots}\n" for name in hosts.names.values()))
-        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
-        return start(*common, *arguments, prefix=hosts.on(on), **keywords)
-
-    return launch

@@ -1,5 +1,6 @@
 """Real jobs for tests: the command as a process, what it leaves and where it listens, and scripts that do as told."""
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+A, B = "198.51.100.1", "198.51.100.2"  # reserved for documentation (RFC 5737), so no machine has them
 PATIENCE = 180  # seconds to start processes; a busy machine is slow
 
 # What conftest.py sets for the tests themselves, for the jobs that train: their processes compile the same programs.
@@ -77,17 +79,11 @@ class Command:
         (pid,) = [pid for pid, words in self.processes("worker.py").items() if f"--local_rank={number}" in words]
         return pid
 
-    def agents(self):
-        """The pids of the agents; `guards` has those of their parents, which run the same program."""
-        return [pid for pid in self._agents_and_guards() if pid not in self.guards()]
-
-    def guards(self):
-        both = self._agents_and_guards()
+    def agents_and_guards(self):
+        """The pids of the agents, and of their parents, which run the same program."""
+        both = [pid for pid, words in self.processes("os.read(0").items() if "ssh -T" not in words]
         parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in both}
-        return [pid for pid in both if pid in parents]
-
-    def _agents_and_guards(self):
-        return [pid for pid, words in self.processes("os.read(0").items() if "ssh -T" not in words]
+        return [pid for pid in both if pid not in parents], [pid for pid in both if pid in parents]
 
     def gone(self, seconds=10):
         """Wait until nothing is left of the job, its command included."""
@@ -102,10 +98,8 @@ class Command:
 
     def end(self):
         for pid in self.processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.process.wait(5)
 
 
@@ -115,6 +109,20 @@ def stand_in(folder, name, lines):
     (folder / name).write_text(f"#!/bin/sh\n{lines}")
     (folder / name).chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
+
+
+def call(port, *lines):
+    """Connect to a port of this machine as soon as somebody listens, send lines, and return the connection."""
+    end = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+            break
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    for line in lines:
+        connection.sendall(line)
+    return connection
 
 
 def wait_for(condition, seconds, say):

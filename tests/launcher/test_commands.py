@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from jobs import ROOT
-from planning import A, B
+from jobs import ROOT, A, B
 
 import jzero
 from jzero import cli
@@ -99,7 +98,7 @@ def test_the_version_and_a_path_that_cannot_be_used(capsys):
         assert re.fullmatch(r"jzero: .*x{99}.*: File name too long\n", capsys.readouterr().err)
 
 
-def test_a_command_with_a_typing_error(here, capsys):
+def test_a_word_and_a_system_that_are_not_there(here, capsys):
     """A script of that name, a word that resembles no command, and an option of the launcher are none."""
     assert cli.main(["plots", "runs/a"]) == 2
     assert capsys.readouterr().err == "jzero: plots: no such script; did you mean `jzero plot`?\n"
@@ -110,10 +109,7 @@ def test_a_command_with_a_typing_error(here, capsys):
     own = [name for action in options.parser()._actions for name in action.option_strings]
     for script in ("plots", "plan.py", "train", *own):
         cli.check_name(script)
-
-
-def test_system_that_is_not_there(here, capsys):
-    here.setenv("PATH", str(here.path))
+    here.setenv("PATH", str(here.path))  # where there is no Slurm
     assert cli.main(["--launcher", "slurm", "--platform", "cpu", "train.py"]) == 2
     assert capsys.readouterr().err == "jzero: --launcher slurm: there is no srun on this machine\n"
 

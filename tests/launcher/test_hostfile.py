@@ -1,4 +1,4 @@
-"""The choice of hosts and devices: the hostfile, the filters, CUDA_VISIBLE_DEVICES."""
+"""The choice of hosts and devices, by the hostfile, the filters and CUDA_VISIBLE_DEVICES; and a process's place."""
 
 import string
 from collections import defaultdict
@@ -9,6 +9,7 @@ from helpers.stored_cases import check_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jzero.distributed.place import find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
 from jzero.errors import ConfigError
 from jzero.launcher.hostfile import devices_here, parse_filter, read_hostfile, select_hosts, visible_devices
 
@@ -103,3 +104,31 @@ def test_visible():
         assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == ids
         assert devices_here({"CUDA_VISIBLE_DEVICES": text}) == ids
     assert visible_devices({}) is None
+
+
+def test_place(pytestconfig):
+    """By how the process was started; an environment that has half of a place is an error."""
+
+    def outcome(case):
+        try:
+            return repr(find_place(case[1]))
+        except ConfigError as error:
+            return str(error)
+
+    check_cases(Path(__file__).with_name("places.jsonl"), outcome, pytestconfig)
+    assert slurm_hosts("") == []
+
+
+def test_who_am_i(monkeypatch, capsys):
+    run = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+    for name, value in run.items():
+        monkeypatch.setenv(name, value)
+    assert (get_rank(), get_world_size(), get_local_rank()) == (3, 8, 1)
+    log_dist("on rank 0")
+    log_dist("on rank 1", [1])
+    log_dist("here", [2, 3])
+    log_dist("everywhere", [-1])
+    assert capsys.readouterr().out == "[rank 3] here\n[rank 3] everywhere\n"
+    monkeypatch.setenv("RANK", "0")
+    log_dist("on rank 0")
+    assert capsys.readouterr().out == "on rank 0\n"

@@ -1,35 +1,139 @@
-"""Jobs over ssh on two hosts, each with its own address, name, process table and sshd."""
+"""Jobs over ssh on two hosts on one machine: network namespaces with their own addresses, names, processes and sshd."""
 
 import os
 import re
+import shutil
+import signal
 import subprocess
-import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.sampling import some
-from hosts import NEEDS, can_run
-from jobs import CPU, QUICK, ROOT
+from jobs import CPU, MEET, QUICK, ROOT, Command, heard_at, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(not can_run(), reason=NEEDS)]
+PROGRAMS = ("ip", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(os.geteuid() > 0 or not all(map(shutil.which, PROGRAMS)), reason=f"needs root and {PROGRAMS}"),
+]
+
+
+def sh(*words):
+    subprocess.run([str(word) for word in words], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+
+
+class Hosts:
+    """Hosts a and b; commands run on a. `options` are for ssh."""
+
+    def __init__(self, folder: Path, number: int):
+        self.folder, self.servers = folder, []
+        self.names = {h: f"jz{number}{h}" for h in "ab"}  # of both the namespaces and the hosts
+        self.addresses = {"a": f"10.{100 + number}.0.1", "b": f"10.{100 + number}.0.2"}
+        self.options = f"-F {folder}/config"
+        folder.chmod(0o700)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for key in ("host", "user"):
+            sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
+        options = (f"IdentityFile {folder}/user", "StrictHostKeyChecking no", "UserKnownHostsFile /dev/null")
+        (folder / "config").write_text("\n ".join(["Host *", *options, "LogLevel ERROR\n"]))
+        self.remove()
+        for name in self.names.values():
+            sh("ip", "netns", "add", name)
+            sh("ip", "netns", "exec", name, "ip", "link", "set", "lo", "up")
+            etc = Path("/etc/netns", name)
+            etc.mkdir(parents=True, exist_ok=True)
+            lines = [f"{self.addresses[h]} {self.names[h]}\n" for h in "ab"]
+            (etc / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        a, b = self.names.values()
+        sh("ip", "link", "add", "net", "netns", a, "type", "veth", "peer", "name", "net", "netns", b)
+        for host, name in self.names.items():
+            sh("ip", "netns", "exec", name, "ip", "addr", "add", f"{self.addresses[host]}/24", "dev", "net")
+            sh("ip", "netns", "exec", name, "ip", "link", "set", "net", "up")
+            self.serve(host)
+
+    def serve(self, host):
+        """Start the host's sshd, whose shells have an empty home.
+
+        Root's own .bashrc may do anything: pyenv's writes a lock, which a shell that is killed leaves to all others.
+        """
+        config = self.folder / f"sshd_{host}"
+        (self.folder / "home").mkdir(exist_ok=True)
+        config.write_text(
+            f"HostKey {self.folder}/host\nAuthorizedKeysFile {self.folder}/user.pub\nStrictModes no\n"
+            f"PermitRootLogin yes\nUsePAM no\nPasswordAuthentication no\nSetEnv HOME={self.folder}/home\n"
+        )
+        inner = f"hostname {self.names[host]}; exec /usr/sbin/sshd -D -f {config}"
+        isolated = ["unshare", "--uts", "--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", inner]
+        nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        command = ["ip", "netns", "exec", self.names[host], *isolated]
+        self.servers.append(subprocess.Popen(command, start_new_session=True, **nowhere))
+        self.wait_for(host)
+
+    def wait_for(self, host):
+        end = time.monotonic() + 30
+        ssh = ["ssh", *self.options.split(), self.names[host], "true"]
+        while subprocess.run([*self.on("a"), *ssh], capture_output=True).returncode:
+            assert time.monotonic() < end, f"sshd on {host} does not answer"
+            time.sleep(0.1)
+
+    def on(self, host):
+        """A command prefix that runs a command in this host's network and under its name."""
+        name = self.names[host]
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
+
+    def link(self, state):
+        """Set b's network "up" or "down".
+
+        Up: wait until a finds b again. While b was gone, connections that retry may have left a search for its address
+        that is about to fail, and a new connection would fail with it ("No route to host").
+        """
+        sh("ip", "netns", "exec", self.names["b"], "ip", "link", "set", "net", state)
+        if state == "up":
+            self.wait_for("b")
+
+    def remove(self):
+        for server in self.servers:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+        for name in self.names.values():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    made = Hosts(tmp_path_factory.mktemp("hosts"), int(os.environ.get("PYTEST_XDIST_WORKER", "gw99")[2:]))
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def launch(start, hosts, worker, tmp_path):
+    """Start a job on both hosts, two processes each."""
+
+    def launch(*arguments, on="a", slots=2, **keywords):
+        (tmp_path / "hostfile").write_text("".join(f"{name} slots={slots}\n" for name in hosts.names.values()))
+        common = ("--hostfile", "hostfile", "--platform", "cpu", "--launcher_args", hosts.options)
+        return start(*common, *arguments, prefix=hosts.on(on), **keywords)
+
+    return launch
 
 
 def test_kill_the_command(launch):
     job = launch("worker.py", "children").until(("ready", 4))
-    job.kill(command_of(job))
+    (command,) = [pid for pid, words in job.processes("-m jzero").items() if words.split()[0].endswith("python")]
+    job.kill(command)  # without the prefix that runs it on a host
     job.gone(10)
 
 
 @pytest.mark.slow
-def test_the_network_ends(launch, hosts):
-    job = launch("worker.py", "children").until(("ready", 4))
-    hosts.link("down")
-    try:
-        assert job.wait(30) != 0
-        job.gone(5)
-    finally:
-        hosts.link("up")
-    assert f"lost {hosts.names['b']}" in job.errors
+def test_two_hosts(launch, hosts, tmp_path):
+    """They listen at the address of the first one alone."""
+    job = launch("worker.py", slots=1, program=MEET)
+    assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
+    assert job.output.count("joined None") == 2
 
 
 GOES_ON = """
@@ -54,15 +158,14 @@ def straight(tmp_path_factory):
     """step -> loss of GOES_ON in one process with four devices."""
     path = tmp_path_factory.mktemp("alone")
     (path / "worker.py").write_text(GOES_ON)
-    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PACE": "0"}
-    command, env = [sys.executable, "worker.py"], os.environ | QUICK | one
-    done = subprocess.run(command, cwd=path, env=env, capture_output=True, text=True, check=True)
-    return dict(re.findall(r"^step (\d+) (\S+),", done.stdout, re.M))
+    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PACE": "0"}
+    done = Command(cwd=path, env=QUICK | one, main=["worker.py"]).ended()
+    return dict(re.findall(r"^step (\d+) (\S+),", done.output, re.M))
 
 
 @pytest.mark.parametrize("on", some(["a", "b"], ["a"]))
-def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, straight, on):
-    """It resumes from its checkpoint with the same global batch, even if the first host is lost."""
+def test_a_job_goes_on_without_a_lost_host(launch, hosts, straight, on):
+    """Both sides notice that the network has ended; the job resumes with its batch, even without the first host."""
     exported = ["--export", f"PYTHONPATH={ROOT}:{ROOT}/tests", "--export", "PACE=0.5"]
     words = ["--max_restarts", 1, "--min_nodes", 1, "--resume", *exported, "worker.py"]
     job = launch(*words, on=on, env=QUICK, program=GOES_ON)
@@ -70,10 +173,10 @@ def test_a_job_goes_on_without_a_lost_host(launch, hosts, tmp_path, straight, on
     lost = hosts.names["b" if on == "a" else "a"]
     hosts.link("down")
     try:
+        wait_for(lambda: f"lost {lost}" in job.errors, 30, lambda: job.errors)
         job.ended(seconds=150).gone(15)
     finally:
         hosts.link("up")
-    assert f"lost {lost}" in job.errors
     assert f"going on without {lost}" in job.errors
     assert job.errors.count("restart 1 of 1") == 1
     # `zero` stays within a host; `pipe` spans hosts
@@ -96,12 +199,11 @@ def test_a_host_that_is_not_there(launch, hosts, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_ssh(launch, start, hosts, tmp_path):
+def test_without_ssh(start, hosts):
     """One command per host; when a rank dies, its own command and the other one end."""
-    waits = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
-    (tmp_path / "worker.py").write_text(f"import jzero\njzero.init_distributed()\n{waits}")
+    program = "import time, jzero\njzero.init_distributed()\nprint('ready', flush=True)\ntime.sleep(1000)\n"
     words = ["--no_ssh", "--num_nodes", 2, *CPU, 1, "--master_addr", hosts.names["a"], "--node_rank"]
-    jobs = [start(*words, rank, "worker.py", prefix=hosts.on("ab"[rank])) for rank in (0, 1)]
+    jobs = [start(*words, rank, "worker.py", program=program, prefix=hosts.on("ab"[rank])) for rank in (0, 1)]
     for job in jobs:
         job.until("ready")
     jobs[1].kill(jobs[1].rank(0))
@@ -109,9 +211,3 @@ def test_without_ssh(launch, start, hosts, tmp_path):
     assert jobs[0].wait(20) != 0
     for job in jobs:
         job.gone(2)
-
-
-def command_of(job):
-    """The pid of the command itself, without the prefix that runs it on a host."""
-    (pid,) = [pid for pid, words in job.processes("-m jzero").items() if words.split()[0].endswith("python")]
-    return pid

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import pytest
-from helpers.cuda import needs_cuda_compiler
+from helpers.cuda import on_gpu
+from helpers.regression import Regression
 from helpers.sampling import keep
 from helpers.stored_cases import check_cases
 
@@ -47,8 +49,7 @@ def jzero_plan(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
+@on_gpu
 def test_a_plan(jzero_plan, tmp_path, monkeypatch):
     """In a source tree that is not installed, too: only the record names versions."""
     made, lower = [], plan_command.lower_step
@@ -78,8 +79,7 @@ def test_a_plan(jzero_plan, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
+@on_gpu
 def test_a_step_that_cannot_fit(jzero_plan, monkeypatch):
     monkeypatch.setitem(gpus.GPUS, "h100", dataclasses.replace(gpus.GPUS["h100"], memory=NCCL_ROOM + CUDA_ROOM + 2**20))
     code, out, said = jzero_plan(f"{TINY} --gpu h100 --gpus_per_node 2")
@@ -239,21 +239,16 @@ def test_a_plugin_of_another_jaxlib(jzero_plan, monkeypatch):
     assert "jax-cuda12-plugin 0.9.9 is not for jaxlib 0.10.2" in said
 
 
-@pytest.mark.gpu_compile
-@needs_cuda_compiler
-def test_a_batch_that_does_not_fit(jzero_plan, tmp_path, monkeypatch):
+def with_batch():
+    return Regression(), lambda rows: {"x": jax.ShapeDtypeStruct((rows, 3), "float32")}
+
+
+@on_gpu
+def test_a_batch_that_does_not_fit(jzero_plan, monkeypatch):
     """Its own model takes no tokens: they cannot be counted, or the loss fails on them."""
-    (tmp_path / "mine_of_images.py").write_text(
-        "import jax, jax.numpy as jnp\n"
-        "class Model:\n"
-        "    def init(self, rng): return {'w': jnp.zeros((4, 4))}\n"
-        "    def loss(self, params, batch, rng): return jnp.mean(batch['x'] @ params['w'])\n"
-        "make = Model\n"
-        "def both(): return Model(), lambda rows: {'x': jax.ShapeDtypeStruct((rows, 4), jnp.float32)}\n"
-    )
-    code, _, said = jzero_plan("--model mine_of_images:make --gpus_per_node 1")
+    code, _, said = jzero_plan("--model helpers.regression:Regression --gpus_per_node 1")
     assert (code, "the loss fails on the planned batch: KeyError: 'x'" in said) == (2, True)
     monkeypatch.setattr(plan_command, "lower_step", lambda *_, **__: pytest.fail("compiled before it was refused"))
-    code, _, said = jzero_plan("--model mine_of_images:both --gpus_per_node 1 --tokens 1e9")
+    code, _, said = jzero_plan("--model test_plan_command:with_batch --gpus_per_node 1 --tokens 1e9")
     assert (code, said.count("\n")) == (2, 1)
-    assert "--tokens: the batch of mine_of_images:both has no tokens" in said
+    assert "--tokens: the batch of test_plan_command:with_batch has no tokens" in said

@@ -1,17 +1,20 @@
 """Jobs of several processes on this machine: their arguments and environment, and that no process survives.
 
-What the command does about an event is in test_attempt.py, without processes.
+The last is that of the manual's batch script for Slurm. What the command does about an event is in test_attempt.py.
 """
 
 import json
 import os
 import re
 import signal
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers.sampling import keep
-from jobs import CPU, PATIENCE, QUICK, stand_in, wait_for
+from jobs import CPU, PATIENCE, QUICK, ROOT, stand_in, wait_for
 
 from jzero import cli
 
@@ -94,12 +97,15 @@ HIDDEN = [("agent", "STOP"), ("agent", "KILL"), ("guard", "KILL"), ("agent and g
 
 @pytest.mark.parametrize(("who", "how"), keep(HIDDEN, HIDDEN[1:2]))
 def test_no_child_hides(start, worker, tmp_path, who, how):
-    """A restart begins without the orphans of the attempt before, whatever their session and environment."""
+    """A restart begins without the orphans of the attempt before; the agent's folder is private, and goes."""
     job = start(*CPU, 1, "--max_restarts", 1, worker, "hidden", env={"TMPDIR": str(tmp_path)}).until(("ready", 1))
-    assert [*tmp_path.glob("jzero-*")] != []
+    (folder,) = tmp_path.glob("jzero-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert f"\0JZERO_PROGRESS={folder}/0\0" in Path(f"/proc/{job.rank(0)}/environ").read_text()
     before = job.processes()
     assert [words for words in before.values() if "time.sleep(1000)" in words] != []
-    for pid in job.agents() * ("agent" in who) + job.guards() * ("guard" in who):
+    agents, guards = job.agents_and_guards()
+    for pid in agents * ("agent" in who) + guards * ("guard" in who):
         job.kill(pid, signal.Signals[f"SIG{how}"])
     job.until(("ready", 2))
     assert "lost localhost" in job.errors
@@ -112,11 +118,12 @@ def test_no_child_hides(start, worker, tmp_path, who, how):
 def test_an_orphan_a_stopped_guard_and_a_second_signal(start, worker):
     job = start(*CPU, 1, worker, "hidden deaf").until("ready")
     (orphan,) = job.processes("time.sleep(1000)")
-    (agent,) = job.agents()  # the parent of all orphans of its job; over days they would fill the table of processes
+    # The agent is the parent of all orphans of its job; over days they would fill the table of processes.
+    (agent,), (guard,) = job.agents_and_guards()
     assert f"PPid:\t{agent}\n" in Path(f"/proc/{orphan}/status").read_text()
     job.kill(orphan)
     wait_for(lambda: not Path(f"/proc/{orphan}").exists(), 30, lambda: "it is a zombie")
-    job.kill(*job.guards(), signal.SIGSTOP)
+    job.kill(guard, signal.SIGSTOP)
     job.kill(job.process.pid, signal.SIGINT)
     with pytest.raises(Exception, match="timed out"):
         job.wait(1)
@@ -254,3 +261,56 @@ def test_a_launcher_that_is_stuck_ends_after_sigterm(start, worker, tmp_path, fa
     else:
         assert code == 1
         assert "UnicodeError: label empty (faulty.py, line 7)" in job.errors
+
+
+SRUN = (  # the variables that it sets for its processes
+    "SLURM_PROCID={r} SLURM_LOCALID={r} SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "
+    "SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=7{port}"
+)
+STAND_INS = {
+    "openssl": 'echo "$@" | sha256sum | cut -c1-64',
+    "scontrol": 'echo "scontrol $@"',
+    # They show their own options, and run the command after them.
+    "srun": 'echo "srun $@"\nuntil [ "$1" = python -o "$1" = apptainer ]; do shift; done\n{starts}',
+    "apptainer": 'echo "apptainer $@"\nuntil [ "$1" = train.sif ]; do shift; done\nshift\nexec "$@"',
+}
+
+
+@pytest.mark.parametrize("container", ["", "Pyxis", "Apptainer"])
+def test_the_script_for_slurm(tmp_path, container):
+    """Its processes find each other; a job that has saved is queued again, in a container too."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    script = re.search(r'^```bash title="train.sbatch"\n(.*?)^```', page, re.M | re.S)[1]
+    if container:
+        script = re.sub(rf"^# (.* # {container})$", r"\1", script, flags=re.M)
+    (tmp_path / "train.sbatch").write_text(script)
+    meets = "import jax, jzero\njzero.init_distributed()\nassert jax.process_count() == 2\n"
+    (tmp_path / "train.py").write_text(
+        f"import os, sys\n{meets if not container else ''}"
+        "line = f\"{len(os.environ['JZERO_SECRET'])} {os.environ['JZERO_RESUME']}\\n\"\n"
+        "os.write(1, line.encode())  # at once, so that the lines of two processes stay whole\n"
+        # As jzero after a save: JAX aborts a process whose process 0 ends first.
+        f"{'jax.distributed.shutdown()' if not container else ''}\nsys.exit(75)\n"
+    )
+    shim = SRUN.format(r="{r}", port=os.getpid() % 1000 + 8000)
+    starts = "\n".join([f'{shim.format(r=r)} "$@" &\nlast=$!' for r in (0, 1)] + ["wait $last"])
+    for name, lines in STAND_INS.items():
+        path = stand_in(tmp_path / "bin", name, lines.replace("{starts}", starts) + "\n")
+    env = {
+        "PATH": path.replace(":", f":{Path(sys.executable).parent}:", 1), "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu", "SLURM_JOB_ID": "12", "HOME": os.environ.get("HOME", "/"),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "train.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 75, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("64 auto") == 2, done.stdout + done.stderr
+    assert "scontrol requeue 12" in lines  # the first process may end after the last one
+    command = {
+        "": "python -u train.py",
+        "Pyxis": "--container-image=registry.example.com#train:1 "
+        f"--container-mounts={tmp_path}:{tmp_path} --container-workdir={tmp_path} python -u train.py",
+        "Apptainer": f"apptainer exec --nv --bind {tmp_path} --pwd {tmp_path} train.sif python -u train.py",
+    }[container]
+    assert lines[0] == f"srun --kill-on-bad-exit=1 --label {command}"

@@ -9,8 +9,7 @@ import threading
 import time
 
 import pytest
-from hosts import NEEDS, can_run
-from jobs import MEET, heard_at
+from jobs import call
 
 from jzero import ConfigError
 from jzero.distributed import connections
@@ -45,20 +44,6 @@ class Process(threading.Thread):
     def ended(self):
         self.join(90)
         return self.error
-
-
-def call(port, *lines):
-    """Connect to the port as soon as somebody listens, send lines, and return the connection."""
-    end = time.monotonic() + 20
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-            break
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    for line in lines:
-        connection.sendall(line)
-    return connection
 
 
 def claim(port, words, secret=""):
@@ -261,15 +246,6 @@ def test_silent_callers_are_bounded(monkeypatch):
     assert served(called) <= 4
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.skipif(not can_run(), reason=NEEDS)
-def test_two_hosts(launch, hosts, tmp_path):
-    job = launch("worker.py", slots=1, program=MEET)
-    assert heard_at(job, tmp_path) == ({hosts.addresses["a"]}, {hosts.addresses["a"]})
-    assert job.output.count("joined None") == 2
-
-
 NAMES = {
     "both": ["192.0.2.1", "2001:db8::1"], "debian": ["127.0.1.1"], "six": ["2001:db8::1"],
     "several": ["192.0.2.1", "192.0.2.2"], "elsewhere": ["203.0.113.1"], "localhost": ["127.0.0.1", "::1"],
@@ -297,9 +273,6 @@ def test_the_address_of_a_name(monkeypatch):
     for name, one_host in (("both", False), ("localhost", False), ("debian", True)):
         assert bind_address(name, one_host, given) == "192.0.2.9"
     assert [bind_address(name, True, given) for name in ("localhost", "::1")] == ["127.0.0.1", "::1"]
-
-
-def test_a_bind_address_that_is_none():
     with pytest.raises(ConfigError, match=r"JZERO_BIND_ADDRESS = 'eth0': must be an IPv4 or IPv6 address"):
         bind_address("localhost", True, {"JZERO_BIND_ADDRESS": "eth0"})
 

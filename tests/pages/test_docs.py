@@ -57,7 +57,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command; a script is no list of commands, and test_slurm_script.py runs it."""
+    """The words of each command; a script is no list of commands, and launcher/test_run.py runs it."""
     found = [b.text.replace("\\\n", " ") for b in blocks(page) if b.language == "bash" and not b.text.startswith("#!")]
     parts = (part for text in found for line in text.splitlines() for part in line.split("&&"))
     return list(filter(None, (shlex.split(part, comments=True) for part in parts)))

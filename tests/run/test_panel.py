@@ -1,13 +1,14 @@
 """The live panel: what it says, when it is there, and what it leaves behind in a real terminal."""
 
+import contextlib
 import io
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -169,10 +170,7 @@ def test_a_panel_leaves_the_screen_to_a_bar_and_to_a_traceback(panel, monkeypatc
 @pytest.mark.parametrize("late", [False, True])
 def test_a_display_that_fails_leaves_the_run_alone(late, panel, capsys, monkeypatch):
     """At once or later, its panel goes for good and gives back what it has taken."""
-    opened = []
-
-    def closed(*_, **__):
-        raise OSError("closed")
+    opened, closed = [], Mock(side_effect=OSError("closed"))
 
     def broken(render):
         opened.append(Shown(render) if late else closed())
@@ -249,55 +247,51 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch):
 
 
 IN_A_TERMINAL = """
-    import sys
-    import jax, numpy as np
-    from rich.text import Text
-    jax.config.update("jax_platforms", "cpu")
-    import jzero
-    from helpers.regression import Regression
-    from jzero.display.live import Terminal
+import sys
+import jax, numpy as np
+from rich.text import Text
+jax.config.update("jax_platforms", "cpu")
+import jzero
+from helpers.regression import Regression
+from jzero.display.live import Terminal
 
-    states, errors = iter(range(1000)), sys.stderr
-    def open_terminal():
-        return Terminal(lambda: Text(f"<state {next(states)}>"))
-    shown = open_terminal()
-    print(f"answer <{input('a question: ')}>")
-    assert shown.is_left()
-    shown.refresh()
-    print("after it")
-    shown.stop(keep=False)
-    variable, shown = "of the script", open_terminal()
-    breakpoint()
-    shown.stop(keep=False)
-    assert repr(input) == "<built-in function input>"
-    assert sys.stderr is errors
-    print("end of the prompts")
+states, errors = iter(range(1000)), sys.stderr
+def open_terminal():
+    return Terminal(lambda: Text(f"<state {next(states)}>"))
+shown = open_terminal()
+print(f"answer <{input('a question: ')}>")
+assert shown.is_left()
+shown.refresh()
+print("after it")
+shown.stop(keep=False)
+variable, shown = "of the script", open_terminal()
+breakpoint()
+shown.stop(keep=False)
+assert repr(input) == "<built-in function input>"
+assert sys.stderr is errors
+print("end of the prompts")
 
-    config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "steps_per_print": 2,
-              "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
-    engine, *_ = jzero.initialize(model=Regression(), config=config)
-    for i in range(3):
-        engine.train_batch({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
-        print(f"line {i} of the script")
+config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "steps_per_print": 2,
+          "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
+engine, *_ = jzero.initialize(model=Regression(), config=config)
+for i in range(3):
+    engine.train_batch({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
+    print(f"line {i} of the script")
 """
 
 
 def run_in_terminal(program, typed):
     """Run a program in a pseudo-terminal where somebody types ahead; return what it writes there."""
     terminal, its_end = os.openpty()
-    program = [sys.executable, "-c", textwrap.dedent(program)]
+    program = [sys.executable, "-c", program]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     child = subprocess.Popen(program, stdin=its_end, stdout=its_end, stderr=its_end, env=env)
     os.close(its_end)
     os.write(terminal, typed)
     written = b""
-    while True:
-        try:
-            written += (part := os.read(terminal, 4096))
-        except OSError:  # Linux: the other end is closed
-            break
-        if not part:
-            break
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while part := os.read(terminal, 4096):
+            written += part
     os.close(terminal)
     assert child.wait() == 0
     return written.decode()

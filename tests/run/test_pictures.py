@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.html_pages import Page
+from helpers.plain_flax import mean_square
 from helpers.refusals import refuses
-from helpers.steps import started
+from helpers.steps import settings, started
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,21 +20,11 @@ pytest.importorskip("matplotlib")
 WIDTH, CLASSES = 64, 16
 
 
-def squares(net, batch):
-    return ((net(batch["x"]) - batch["y"]) ** 2).mean()
-
-
-CONFIG = {
-    "train_batch_size": 32,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "mesh": {"data": 2, "zero": 4},
-}
+CONFIG = settings(32, 3, accum=2, optimizer={"type": "AdamW"}, mesh={"data": 2, "zero": 4})
 
 
 def linear():
-    return jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, CLASSES, rngs=rngs), squares)
+    return jzero.from_flax(lambda rngs: nnx.Linear(WIDTH, CLASSES, rngs=rngs), mean_square)
 
 
 def drawn(figure):
@@ -47,7 +38,7 @@ def _devices(texts):
 
 
 def test_a_mesh_shows_every_device_once():
-    """In one colour for each shard."""
+    """In one colour for each shard; a large mesh shows its ends."""
     mesh = jzero.make_mesh(pipe=2, data=2)
     figure = jzero.pictures.draw_mesh(mesh)
     texts = drawn(figure)
@@ -57,9 +48,6 @@ def test_a_mesh_shows_every_device_once():
     assert [len(colours) for colours in shards] == [1, 1]
     assert shards[0] != shards[1]
     assert {"pipe 0", "pipe 1", "data 0", "data 1", "zero 0", "zero 1"} <= set(texts)
-
-
-def test_a_large_mesh_shows_its_ends():
     figure = jzero.pictures.draw_mesh(jzero.make_mesh(pipe=4, data=16, zero=8, devices=gpu_devices("h100", 512)))
     texts = _devices(text.get_text() for text in figure.axes[0].texts)
     assert len(texts) == 4 * 2 * 8  # data 0 and data 15

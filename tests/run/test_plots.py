@@ -74,6 +74,11 @@ def test_lines_are_the_records(runs):
     speed = lines(run_plots.draw_curve(histories, "samples/s"))["first"]
     assert speed == ([2, 4, 5], [4.0, 4.0, 4.0])  # 8 samples in 2 s
     refuses(lambda: run_plots.draw_curve(histories, "loss", x="time"), "x = 'time': curves: only a ledger has times")
+    # Smoothed, the values stay visible: y_t = sum of 0.5^(t-i) x_i / sum of 0.5^(t-i)
+    drawn = lines(run_plots.draw_curve(histories[1:], "loss", smooth=0.5))
+    assert drawn["_curves, not smoothed"] == ([1, 2, 3], [4.0, 2.5, 2.0])
+    expected = [4.0, (0.5 * 4 + 2.5) / 1.5, (0.25 * 4 + 0.5 * 2.5 + 2.0) / 1.75]
+    assert drawn["curves"][1] == pytest.approx(expected)
 
 
 def test_tokens_where_every_step_knows_them(tmp_path):
@@ -106,14 +111,6 @@ def test_a_step_that_is_not_finite_has_a_mark(tmp_path):
     drawn = lines(run_plots.draw_curve(found, "loss", smooth=0.5))
     assert drawn["run, not finite"][0] == [2, 4]
     assert list(lines(run_plots.draw_curve(found, "lr"))) == ["run"]
-
-
-def test_smoothing_keeps_the_values_visible(runs):
-    drawn = lines(run_plots.draw_curve(history.read_all(runs[1:]), "loss", smooth=0.5))
-    assert drawn["_curves, not smoothed"] == ([1, 2, 3], [4.0, 2.5, 2.0])
-    # y_t = sum of 0.5^(t-i) x_i / sum of 0.5^(t-i)
-    expected = [4.0, (0.5 * 4 + 2.5) / 1.5, (0.25 * 4 + 0.5 * 2.5 + 2.0) / 1.75]
-    assert drawn["curves"][1] == pytest.approx(expected)
 
 
 def test_bars_of_the_goodput_add_up(runs):
@@ -168,28 +165,21 @@ def test_metrics_with_hostile_names_are_drawn(tmp_path):
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
+def test_errors_name_the_fix(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "empty", RECORDS[:1])
+    for words, error in (
         (["nowhere"], "nowhere: no such directory or file"),
         (["."], ".: has no records of a run (ledger.jsonl or metrics.jsonl): set checkpoint.dir in"),
         (["empty"], "empty: its records contain no step with a loss yet"),
         (["first", "--metric", "acc"], "metric acc: the runs have loss, lr, samples/s, peak memory (GiB), goodput"),
         (["first", "--smooth", "1"], "smooth = 1.0: must be from 0 to below 1, such as 0.9"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_fix(runs, tmp_path, monkeypatch, capsys, words, error):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "ledger.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
-    assert cli.main(["plot", *words]) == 2
-    assert error in capsys.readouterr().err
-    assert not (tmp_path / "plots").exists()
-
-
-def test_without_matplotlib(runs, monkeypatch):
+    ):
+        assert cli.main(["plot", *words]) == 2
+        assert error in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refuses(lambda: run_plots.draw_curve(history.read_all(runs), "loss"), "plots need matplotlib: pip install -e ")
+    assert not (tmp_path / "plots").exists()
 
 
 def work(directory, monkeypatch, steps):

@@ -61,34 +61,24 @@ def test_compiling_and_the_devices_work_count_as_such(monkeypatch):
 
 def test_the_compilation_inside_another_counts_once(monkeypatch):
     """Events arrive when they end; one at 10 s of 4 s contains those before it that end after 6 s."""
-    now, compiled = [0.0], clock_module.Compilations()
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
-
-    def add(end, seconds, event="/jax/core/compile/jaxpr_trace_duration"):
-        now[0] = end
-        compiled.add(event, seconds)
-        return compiled.seconds
-
-    assert add(5.0, 2.0) == pytest.approx(2.0)
-    assert add(6.0, 1.0) == pytest.approx(3.0)
-    assert add(8.0, 0.5) == pytest.approx(3.5)
-    assert add(9.0, 1.0) == pytest.approx(4.5)
-    assert add(10.0, 4.0) == pytest.approx(7.0)  # from 3 to 10
-    assert add(12.0, 1.0, "/jax/other") == pytest.approx(7.0)
+    compiled, found = clock_module.Compilations(), []
+    for end, seconds in ((5.0, 2.0), (6.0, 1.0), (8.0, 0.5), (9.0, 1.0), (10.0, 4.0)):
+        monkeypatch.setattr(clock_module.time, "perf_counter", lambda end=end: end)
+        compiled.add("/jax/core/compile/jaxpr_trace_duration", seconds)
+        found.append(compiled.seconds)
+    compiled.add("/jax/other", 1.0)
+    assert [*found, compiled.seconds] == pytest.approx([2.0, 3.0, 3.5, 4.5, 7.0, 7.0])  # 7 s: from 3 to 10
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens"),
-    [
+def test_only_text_has_tokens():
+    for batch, tokens in (
         ({"labels": np.zeros((8, 4), np.int32), "input_ids": np.zeros((8, 16), np.uint16)}, 128),
         ((np.zeros((8, 16), np.int64), np.zeros((8, 4), np.int64)), 128),
         ({"inputs": np.zeros((8, 784), np.uint8)}, None),  # pixels
         ({"image": np.zeros((8, 16), np.int32)}, None),
         ((np.zeros((8, 16), np.float32), np.zeros((8, 10), np.int32)), None),
-    ],
-)
-def test_only_text_has_tokens(batch, tokens):
-    assert amount_of(batch) == (8, tokens)
+    ):
+        assert amount_of(batch) == (8, tokens), batch
     assert amount_of({}) == (0, None)
 
 
@@ -182,29 +172,20 @@ def test_which_runs_end_with_a_summary(case, lines, capsys, monkeypatch):
     assert made._observers.summary() == ""
 
 
-@pytest.fixture
-def seconds(monkeypatch):
-    """A clock that only `wait` moves: work takes `seconds.takes`."""
-    time = SimpleNamespace(now=100.0, takes=0.0)
+def test_slow_work_has_a_line_whenever_its_time_has_doubled(monkeypatch, capsys):
+    """Where no panel shows it; only waits move the clock."""
+    time = SimpleNamespace(now=100.0)
     monkeypatch.setattr(slow.time, "monotonic", lambda: time.now)
 
-    def wait(period):
-        begin = time.now
-        time.now = min(begin + period, 100.0 + time.takes)
-        return time.now < begin + period
-
-    time.wait = wait
-    return time
-
-
-def test_slow_work_has_a_line_whenever_its_time_has_doubled(monkeypatch, seconds, capsys):
-    """Where no panel shows it."""
-
     def lines(takes):
-        seconds.now, seconds.takes = 100.0, takes
-        work = slow.SlowWork("compiling the step", seconds.now)
+        def wait(period):
+            end, time.now = time.now + period, min(time.now + period, 100.0 + takes)
+            return time.now < end
+
+        time.now = 100.0
+        work = slow.SlowWork("compiling the step", time.now)
         monkeypatch.setattr(slow, "_open", [work])
-        slow._watch(work, seconds.wait)
+        slow._watch(work, wait)
         out = capsys.readouterr()
         assert not out.out
         return out.err.splitlines()
@@ -253,15 +234,12 @@ def test_the_verdict(pytestconfig):
     check_cases(Path(__file__).with_name("verdicts.jsonl"), outcome, pytestconfig)
 
 
-TIMES = re.compile(r"step (\d+): ([\d.]+) ms a step = (.*)")
-BOTH = {"wall_clock_breakdown": True, "memory_breakdown": True}
-
-
 def test_the_lines_of_times_and_of_memory(tmp_path):
     """An engine with everything on: the parts add up to the total, which is that of the speed in the line before."""
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": ""}
+    more = {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 2, "jsonl_monitor": files}
     with contextlib.redirect_stdout(io.StringIO()) as start:
-        made = build(model=LINE, more=BOTH | {"steps_per_print": 2, "jsonl_monitor": files})[0]
+        made = build(model=LINE, more=more)[0]
     seen, found = {}, {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         made.train_batch(rows(0))
@@ -272,7 +250,7 @@ def test_the_lines_of_times_and_of_memory(tmp_path):
             made.eval_batch(rows(9))
     lines = out.getvalue().splitlines()
     for before, line in pairwise(lines):
-        if times := TIMES.fullmatch(line):
+        if times := re.fullmatch(r"step (\d+): ([\d.]+) ms a step = (.*)", line):
             step, total = int(times[1]), float(times[2])
             own = found[step] = {part: float(ms) for part, ms in (term.split(" ") for term in times[3].split(" + "))}
             assert total == pytest.approx(sum(own.values()), abs=0.05 * (len(own) + 1))

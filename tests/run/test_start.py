@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.drawn import drawn
+from helpers.plain_flax import Normed
 from helpers.refusals import refuses
 from helpers.sampling import keep
 from helpers.steps import mesh, settings, started_with_numpy
@@ -131,21 +132,15 @@ def test_gradients_have_their_true_scale_under_fp16():
 
 
 def test_gradients_may_return_the_state_that_moved():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.norm, self.last = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.last(self.norm(x))
-
-    step, state = started_with_numpy(jzero.from_flax(Net, loss_fn), config(3), mesh=mesh())
+    batch = {"x": np.tile(X, 2)[:, :6], "y": X[:, :3]}
+    step, state = started_with_numpy(jzero.from_flax(Normed, loss_fn), config(3), mesh=mesh())
     start = jax.device_get(state.params["norm"])
-    gradients, _, moved = step.gradients(state, BATCH, new_state=True)
+    gradients, _, moved = step.gradients(state, batch, new_state=True)
     assert gradients["norm"]["mean"] is None
     assert moved.params["last"]["kernel"] is state.params["last"]["kernel"]
     for like, x in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
         assert (like.shape, like.dtype, like.sharding) == (x.shape, x.dtype, x.sharding)
-    after, _ = step(state, BATCH)
+    after, _ = step(state, batch)
     for name in ("mean", "var"):
         np.testing.assert_allclose(moved.params["norm"][name], after.params["norm"][name], rtol=1e-6)
         assert not np.allclose(moved.params["norm"][name], start[name])
