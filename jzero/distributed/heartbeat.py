@@ -57,7 +57,7 @@ def launched() -> bool:
 
 
 @contextlib.contextmanager
-def work(steady: bool = False, counts: bool = True) -> Iterator[Callable[[jax.Array], None]]:
+def work(steady: bool = False, counts: bool = True) -> Iterator[Callable[[jax.Array | None], None]]:
     """Count a step, an evaluation or a save: begun now, finished at the end of the context.
 
     It gives a function that delays the finish until its argument is ready. A work that raises does not count, nor does
@@ -68,7 +68,7 @@ def work(steady: bool = False, counts: bool = True) -> Iterator[Callable[[jax.Ar
       counts: whether it counts once it is over.
     """
     global _begun, _open
-    results: list[jax.Array] = []
+    results: list[jax.Array | None] = []
     if _open is not None:
         yield results.append
         return

@@ -24,7 +24,7 @@ class Call:
     Args:
       name: as "the step", for errors and for the notice.
       program: what `jax.jit` returned: (state or parameters, batch, extra, ...) -> results.
-      last: (results) -> the array that is ready last; default: all of them.
+      last: (results) -> those that no later program is given to reuse; default: all. All are ready at the same time.
       steady: whether each run takes as long as the one before it: the train step.
     """
 
@@ -55,6 +55,6 @@ class Call:
         notice = contextlib.nullcontext() if known else slow_work(compiling(self.name))
         with heartbeat.work(known and self._steady and self.guard.shared) as finished_when, notice:
             results = self.program(state, batch, extra, *rest, **static)
-            finished_when(self._last(results))
+            finished_when(next(iter(jax.tree.leaves(self._last(results))), None))
         self._shapes.add(shapes)
         return results

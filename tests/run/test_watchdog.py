@@ -86,10 +86,11 @@ def test_the_first_run_of_a_program_is_not_steady(monkeypatch):
     monkeypatch.setattr(heartbeat, "_waiting", deque())
     guard = Guard(jzero.make_mesh(devices=jax.devices()[:1]), jzero.Config(train_batch_size=1), {})
     guard.shared = True
-    call = Call("a step", jax.jit(lambda state, batch, extra: state), guard, steady=True)
-    for rows in (2, 2, 4):
-        call(jnp.ones(1), {"x": np.zeros((rows, 3))}, None)
+    call = Call("a step", jax.jit(lambda state, batch, extra: {"outputs": [state]}), guard, steady=True)
+    results = [call(jnp.ones(1), {"x": np.zeros((rows, 3))}, None) for rows in (2, 2, 4)]
     assert [work.steady for _, work in heartbeat._waiting] == [False, True, False]
+    for (waits_for, _), result in zip(heartbeat._waiting, results, strict=True):
+        assert waits_for is result["outputs"][0]  # one array: a dict is never ready
 
 
 PROGRAM = """
