@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.sampling import keep
 from helpers.tensor_models import batches, make_step
 
 import jzero
@@ -81,15 +80,11 @@ def test_gradients_of_weights_are_added_in_float32():
     assert np.abs(found - exact).max() < 0.01 * np.abs(exact).max()
 
 
-LAYOUTS = [({"context": 2, "tensor": 2}, {"bf16": {"enabled": True}}), ({"context": 4}, None)]
-
-
-@pytest.mark.parametrize(("layout", "precision"), keep(LAYOUTS, LAYOUTS[:1]))
-def test_tiles_move_the_same_bytes(layout, precision):
+def test_tiles_move_the_same_bytes():
     """What `tensor` gathers is gathered once more, with what is computed again."""
 
     def moved(name):
-        step = make_step(name, more=precision, unroll=False, **layout)
+        step = make_step(name, precision={"bf16": {"enabled": True}}, unroll=False, context=2, tensor=2)
         found, total = moves(step.trace(batches(name)[0]), step.mesh), Counter()
         assert not found.whole
         for move in found.all:
