@@ -1,6 +1,5 @@
 """Every path of attention against softmax in NumPy, and the choice of the kernel."""
 
-import dataclasses
 import itertools
 import re
 from functools import partial
@@ -75,11 +74,6 @@ def test_a_program_in_float16_outside_of_a_step():
     np.testing.assert_allclose(found, expected, atol=0.03)
 
 
-CONFIG = DecoderConfig(
-    3, 32, 4, 2, 48, vocab_size=64, window=3, global_layers=(False, False, True), local_theta=10.0, rope_theta=1e3
-)
-
-
 # ------------------------------------------------------------------------------------------- the kernel
 
 
@@ -127,17 +121,18 @@ def test_the_kernel_and_the_report(monkeypatch):
 @on_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "kernel"),
-    [({"global_layers": None}, "__cudnn$fmhaSoftmax"), ({}, "__cudnn$fmhaScaleBiasSoftmax")],
+    ("global_layers", "kernel"),
+    [(None, "__cudnn$fmhaSoftmax"), ((False, False, True), "__cudnn$fmhaScaleBiasSoftmax")],
     ids=["all layers", "some layers"],
 )
-def test_windows_under_cudnn(changes, kernel):
+def test_windows_under_cudnn(global_layers, kernel):
     """cuDNN gets a window that all layers have as a number, and one that only some have as a bias."""
-    config = dataclasses.replace(CONFIG, d_model=256, window=100, attention="cudnn", **changes)
+    layers = {"window": 100, "global_layers": global_layers, "local_theta": 10.0, "rope_theta": 1e3}
+    config = DecoderConfig(3, 256, 4, 2, 48, vocab_size=64, attention="cudnn", **layers)
     _, trace = traced(model_of(config), h100s(zero=2), pairs(8, 512), {}, train_batch_size=8)
     text = trace.lower().compile().as_text()
     assert sorted(set(re.findall(r"__cudnn\$fmha\w*", text))) == [kernel, f"{kernel}Backward"]
-    assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (changes != {})
+    assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (global_layers is None)
 
 
 @needs_cuda_compiler
@@ -213,9 +208,8 @@ def test_cudnn_takes_what_jzero_attention_gives_it(turn, monkeypatch):
 def test_jzero_attention_says_what_it_takes():
     half = [x.astype(jnp.float16) for x in (Q, KEYS, VALUES)]
     assert jzero.attention(*half).dtype == jnp.float16
-    with pytest.raises(
-        ValueError, match='implementation = \'flash\': must be "auto", "flash_attention_3", "cudnn" or "xla"'
-    ):
+    words = 'implementation = \'flash\': must be "auto", "flash_attention_3", "cudnn" or "xla"'
+    with pytest.raises(ValueError, match=words):
         jzero.attention(Q, KEYS, VALUES, implementation="flash")
     with pytest.raises(ValueError, match=re.escape("key has shape (9, 2, 8); must be [rows, sequence, heads, width]")):
         jzero.attention(Q, KEYS[0], VALUES)

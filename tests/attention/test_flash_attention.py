@@ -30,9 +30,8 @@ B, H, K, C = 2, 4, 2, 8
 BF16 = jnp.dtype("bfloat16")
 
 # The extra `test` brings it where it has wheels: Linux on x86-64, Python below 3.13.
-needs_flash = pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn3_jax") is None, reason="no wheel of flash-attn3-jax"
-)
+has_flash = importlib.util.find_spec("flash_attn3_jax") is not None
+needs_flash = pytest.mark.skipif(not has_flash, reason="no wheel of flash-attn3-jax")
 LENGTH = 6
 
 
@@ -66,16 +65,18 @@ def kernels(monkeypatch):
     return found
 
 
-def arrays(*rows):
+def operands(*rows, width=128, dtype=BF16, **change):
+    """Return queries, keys and values, with changed shapes of some."""
     rng = np.random.default_rng(0)
-    return [rng.normal(size=(*rows, LENGTH, n, C)).astype("f4") for n in (H, K, K)]
+    shapes = {name: (*rows, LENGTH, heads, width) for name, heads in zip("qkv", (H, K, K), strict=True)} | change
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes.values()]
 
 
 @pytest.mark.parametrize("dims", [(0, 0, 0), (1, 0, None), (None, None, 2)])
 def test_a_mapped_axis_becomes_rows_of_flash_attention(kernels, dims):
     """Each entry gets what it gets alone, wherever the mapped axis is."""
-    each = arrays(3, B)
-    given = [x[0] if d is None else np.moveaxis(x, 0, d) for x, d in zip(each, dims, strict=True)]
+    each = operands(3, B, width=C, dtype="f4")
+    given = [x[0] if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(each, dims, strict=True)]
     found, out_dims = attention_kernels._mapped(
         kernels[0], given, dims, softmax_scale=0.3, is_causal=True, window_size=(-1, -1)
     )
@@ -87,11 +88,9 @@ def test_a_mapped_axis_becomes_rows_of_flash_attention(kernels, dims):
 
 
 def test_gradients_of_flash_attention(kernels):
-    xs = arrays(B)
-    found, expected = (
-        jax.vjp(f, *xs)
-        for f in (lambda *x: attention_kernels.flash_attention(*x, 0.3), lambda *x: attention(*x, 0.3)[0])
-    )
+    xs = operands(B, width=C, dtype="f4")
+    functions = (lambda *x: attention_kernels.flash_attention(*x, 0.3)), (lambda *x: attention(*x, 0.3)[0])
+    found, expected = (jax.vjp(f, *xs) for f in functions)
     np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
     for x, y in zip(found[1](2 * xs[0]), expected[1](2 * xs[0]), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
@@ -143,15 +142,8 @@ def test_flash_attention_without_its_package(monkeypatch):
     assert flash_obstacle(BF16, 128).startswith("FlashAttention-3 needs the extra flash: pip install -e ")
 
 
-def operands(**change):
-    """Return queries, keys and values for 128-wide heads, with changed [B, S, heads, C] of some."""
-    rng = np.random.default_rng(0)
-    shapes = {"q": (B, LENGTH, H, 128), "k": (B, LENGTH, K, 128), "v": (B, LENGTH, K, 128)} | change
-    return [jnp.asarray(rng.normal(size=shape), BF16) for shape in shapes.values()]
-
-
 def test_jzero_attention_by_flash_attention(kernels, hopper):
-    q, k, v = operands()
+    q, k, v = operands(B)
     expected = attention(*(x.astype("f4") for x in (q, k, v)), 0.3)[0]
     by_it = partial(jzero.attention, is_causal=True, scale=0.3, implementation="flash_attention_3")
     np.testing.assert_allclose(by_it(q, k, v).astype("f4"), expected, atol=0.05)
@@ -173,7 +165,7 @@ def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monke
     called = []
     monkeypatch.setattr(attention_kernels, "_by", lambda kernel, xs, *_: called.append(kernel) or xs[0])
     monkeypatch.setattr(attention_kernels, "flash_attention", lambda *_: called.append("flash_attention_3"))
-    q, k, v = operands()
+    q, k, v = operands(B)
     with jax.sharding.use_abstract_mesh(one):
         jzero.attention(q, k, v, is_causal=True)
         jzero.attention(q, k, v)
@@ -200,13 +192,13 @@ def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monke
 def test_what_flash_attention_does_not_compute(kernels, hopper, change, more):
     """The package would compute something else (causal masks end at the last key), or fail when it is compiled."""
     with pytest.raises(ValueError, match=r'"flash_attention_3": it computes causal attention of .*; write "auto"'):
-        jzero.attention(*operands(**change), implementation="flash_attention_3", **{"is_causal": True} | more)
+        jzero.attention(*operands(B, **change), implementation="flash_attention_3", **{"is_causal": True} | more)
 
 
 def test_models_with_flash_attention(kernels, hopper, monkeypatch):
     """Packed documents and padded prompts have a mask, which is for another kernel; what never runs is refused."""
     monkeypatch.setattr(attention_kernels, "widest_head", lambda: 0)  # XLA's kernel takes cuDNN's part
-    q, k, v = operands()
+    q, k, v = operands(B)
     mask = jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH), bool))
     found = attend(q, k, v, mask, choice="flash_attention_3", causal=True)
     np.testing.assert_allclose(found.astype("f4"), attend(q, k, v, causal=True).astype("f4"), atol=0.05)
@@ -229,10 +221,7 @@ def make_step(attention="flash_attention_3", **config):
     config = {"train_batch_size": 8, "stack": {"unroll": True}, **config}
     shape = dataclasses.replace(SHAPE, attention=attention)
     mesh = jzero.make_mesh(config, devices=gpu_devices("h200", 2))
-    return traced(model_of(shape), mesh, TOKENS, {}, **config)
-
-
-TOKENS = pairs(8, 512)
+    return traced(model_of(shape), mesh, pairs(8, 512), {}, **config)
 
 
 @on_gpu
@@ -275,9 +264,8 @@ def test_flops_and_time_of_flash_attention_beside_cudnns():
         flops.append(step_flops(step, trace))
         rates = dataclasses.replace(Rates.of("h200"), attention_start=0.0, gap=0.0)
         times.append(step_time(trace.lower().compile(), rates, mesh=step.mesh).by["attention"])
-    assert [(f.forward, f.backward, f.recomputed) for f in flops[0].modules] == [
-        (f.forward, f.backward, f.recomputed) for f in flops[1].modules
-    ]
+    ours, cudnns = ([(f.forward, f.backward, f.recomputed) for f in one.modules] for one in flops)
+    assert ours == cudnns
     assert 1 / 1.23 < times[0] / times[1] < 1 / 1.10
 
 

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import pytest
 from helpers.named_models import model_of
 from helpers.programs import SIZE, WITH_CUBLAS, collectives_of, h100s, needs_gpu_programs, one_by_one, pairs, traced
+from helpers.reference import ADAMW
 from helpers.sampling import keep, some
+from helpers.steps import settings
 
 import jzero
 from jzero.tree import named
@@ -41,7 +43,6 @@ class Case:
     policy: str = "none"
     reduce: str | None = None  # communication_data_type
     llama: bool = True
-    combine: bool = False  # the step's own combine thresholds
 
     @property
     def batch_axes(self):
@@ -71,26 +72,18 @@ CASES = [
 ]
 
 
-def compiled(case, llama=LLAMA, **more):
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": case.accum,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
-        "activation_checkpointing": {"policy": case.policy},
-        "stack": {"unroll": case.unroll},
-        "communication_data_type": case.reduce,
-        "bf16": {"enabled": case.precision == "bf16"},
-        "fp16": {"enabled": case.precision == "fp16"},
-        **more,
-    }
+def compiled(case, llama=LLAMA, options=WITH_CUBLAS, **more):
     rows = MICRO * case.accum * case.data * case.zero
+    config = settings(
+        rows, case.stage, case.accum, optimizer=ADAMW, gradient_clipping=1, communication_data_type=case.reduce,
+        activation_checkpointing={"policy": case.policy}, stack={"unroll": case.unroll},
+        bf16={"enabled": case.precision == "bf16"}, fp16={"enabled": case.precision == "fp16"}, **more,
+    )  # fmt: skip
     if case.llama:
         model, batch = model_of(llama), pairs(rows, SEQUENCE)
     else:
         model = jzero.from_flax(MLP, cross_entropy)
         batch = (jax.ShapeDtypeStruct((rows, 784), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
-    options = {} if case.combine else WITH_CUBLAS
     step, trace = traced(model, h100s(data=case.data, zero=case.zero), batch, options, **config)
     return collectives_of(step, trace), step.state_shapes.params
 
@@ -100,13 +93,6 @@ def leaves_of(case, params):
         layers = LAYERS if name.startswith("stack/") else 1
         shape = x.shape[1:] if layers > 1 else x.shape
         yield name, shape, layers, case.stage > 0 and case.zero > 1 and any(size % case.zero == 0 for size in shape)
-
-
-def gathers_per_micro_batch(case, name):
-    """How often stage 3 gathers a leaf, see the module's docstring."""
-    if not case.llama:
-        return 2 if case.policy == "full" or name == "fc2/kernel" else 1
-    return 2 if name.startswith("stack/") else 1
 
 
 def expected(case, params):
@@ -127,8 +113,9 @@ def expected(case, params):
             add("all-reduce", wire, case.batch_axes, elements, "step", times)
             continue
         if case.stage == 3:
-            add("all-gather", compute, ("zero",), one, inside,
-                gathers_per_micro_batch(case, name) * layers * case.accum)  # fmt: skip
+            # For both passes or for one, see the module's docstring.
+            both = name.startswith("stack/") if case.llama else case.policy == "full" or name == "fc2/kernel"
+            add("all-gather", compute, ("zero",), one, inside, (1 + both) * layers * case.accum)
         else:
             add("all-gather", compute, ("zero",), elements, "step", times)
         if case.stage == 1:
@@ -144,24 +131,20 @@ def expected(case, params):
     return moved
 
 
-def found(case, program):
+@pytest.mark.parametrize("case", keep(CASES, [CHOSEN]), ids=str)
+def test_collectives_are_the_tables(case):
     def key(row):
         in_micro_batch = case.accum > 1 and row.loops[:1] == (case.accum,)
         assert in_micro_batch or case.accum == 1 or not row.loops, f"in a loop that is not the micro-batches': {row}"
         return row.kind, row.dtype, row.axes, row.bytes, "micro-batch" if in_micro_batch else "step"
 
-    return one_by_one(program, key)
-
-
-@pytest.mark.parametrize("case", keep(CASES, [CHOSEN]), ids=str)
-def test_collectives_are_the_tables(case):
     program, params = compiled(case)
-    assert found(case, program) == expected(case, params)
+    assert one_by_one(program, key) == expected(case, params)
 
 
 @pytest.mark.slow
 def test_combining_moves_the_same_bytes_in_fewer_operations():
-    separate, combined = (compiled(Case(3, accum=1, combine=combine))[0] for combine in (False, True))
+    separate, combined = (compiled(Case(3, accum=1), options=options)[0] for options in (WITH_CUBLAS, {}))
     for kind in ("all-gather", "reduce-scatter"):
         ours, theirs = (program.select(kind=kind) for program in (separate, combined))
         assert (ours.bytes, ours.operands) == (theirs.bytes, theirs.operands)

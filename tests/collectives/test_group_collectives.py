@@ -16,6 +16,7 @@ import pytest
 from helpers.named_models import model_of
 from helpers.programs import SMALL, collectives_of, counted, h100s, needs_gpu_programs, of_every_leaf, pairs, traced
 from helpers.sampling import some
+from helpers.steps import settings
 from helpers.tensor_models import BATCH, DIMENSIONS, model
 from helpers.tensor_models import SEQUENCE as SHORT
 from helpers.tensor_models import WIDTH as NARROW
@@ -32,11 +33,8 @@ LLAMA = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
 
 
 def with_tensor(subject, dimensions, *, stage=0, zero=1):
-    step, trace = traced(
-        subject, h100s(zero=zero, tensor=TENSOR), pairs(BATCH, SHORT), train_batch_size=BATCH,
-        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
-        tensor_parallel={"dimensions": dimensions},
-    )  # fmt: skip
+    config = settings(BATCH, stage, tensor_parallel={"dimensions": dimensions})
+    step, trace = traced(subject, h100s(zero=zero, tensor=TENSOR), pairs(BATCH, SHORT), **config)
     return counted(collectives_of(step, trace), "kind", "dtype", "axes", "bytes")
 
 
@@ -89,18 +87,15 @@ def test_a_llamas_fused_weights_move_nothing_more():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_pipeline_sends_this_devices_part_of_the_sequence(tensor):
-    """Both ways, with `tensor` 2 half the bytes: activations are divided between layers, and so between stages."""
+def test_a_pipeline_sends_this_devices_part_of_the_sequence():
+    """Both ways, half the bytes: activations are divided between layers, and so between stages."""
     rows, accum, width = 2, 4, 64
-    step, trace = traced(
-        model_of(LLAMA), h100s(pipe=2, tensor=tensor), pairs(rows * accum, SHORT),
-        train_micro_batch_size_per_gpu=rows, gradient_accumulation_steps=accum,
-    )  # fmt: skip
+    config, mesh = settings(rows * accum, accum=accum), h100s(pipe=2, tensor=TENSOR)
+    step, trace = traced(model_of(LLAMA), mesh, pairs(rows * accum, SHORT), **config)
     found = counted(collectives_of(step, trace).select(kind="collective-permute"), "axes", "dtype", "bytes")
     ticks = accum + 1  # with a forward pass, and as many with a backward pass
     # Nobody reads what the last tick sends back, and XLA drops it.
-    assert found == {(("pipe",), "bf16", rows * SHORT * width * BF16 // tensor): 2 * ticks - 1}
+    assert found == {(("pipe",), "bf16", rows * SHORT * width * BF16 // TENSOR): 2 * ticks - 1}
 
 
 ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS = 4, 128, 256, 8, 4
@@ -108,10 +103,7 @@ ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS = 4, 128, 256, 8, 4
 
 def with_context(*, stage=0, layers=LAYERS, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
     shape = LlamaConfig(layers, width, heads, kv_heads, 512, vocab_size=1024, attention="cudnn")
-    step, trace = traced(
-        model_of(shape), h100s(**mesh), pairs(ROWS, SEQUENCE),
-        train_batch_size=ROWS, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
-    )  # fmt: skip
+    step, trace = traced(model_of(shape), h100s(**mesh), pairs(ROWS, SEQUENCE), **settings(ROWS, stage))
     return counted(collectives_of(step, trace), "kind", "axes", "bytes", smallest=SMALL), step
 
 

@@ -6,7 +6,6 @@ shapes. F, B, W are ticks; a micro-batch enters with E (the embedding, of which 
 gathers with F, and again with B what the gradient of a layer's input needs, which is no bias; W needs no weights.
 """
 
-import functools
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -34,11 +33,8 @@ class Scaled(Decoder):
 
     def init(self, rng):
         ends = {"embed": (VOCAB, WIDTH), "scale": (WIDTH,), "head": (WIDTH, 2 * VOCAB)}
-        stack = {
-            "w": (self.layers, WIDTH, 2 * WIDTH),
-            "v": (self.layers, 2 * WIDTH, 2 * WIDTH),
-            "b": (self.layers, 2 * WIDTH),
-        }
+        wide = self.layers, 2 * WIDTH
+        stack = {"w": (self.layers, WIDTH, 2 * WIDTH), "v": (*wide, 2 * WIDTH), "b": wide}
         return jax.tree.map(jnp.ones, {"ends": ends, "stack": stack}, is_leaf=lambda x: isinstance(x, tuple))
 
     def block(self, layer, x, rng):
@@ -157,7 +153,6 @@ LLAMA = LlamaConfig(8, 256, 4, 2, 512, vocab_size=256, attention="xla")  # small
 TOKENS = 1024
 
 
-@functools.cache
 def plan(schedule, chunks, micro):
     case = Case(schedule, 4, micro, chunks=chunks)
     step, trace = step_of(case, model_of(replace(LLAMA, num_layers=4 * chunks)), 1, TOKENS, options={})

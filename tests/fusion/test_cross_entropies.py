@@ -14,7 +14,7 @@ from helpers.programs import h100s
 from helpers.sampling import keep
 from helpers.steps import mesh, settings
 from test_fused import passes_over
-from test_softmax import exact
+from test_softmax import exact, losses_and_gradient
 
 import jzero
 from jzero.kernels.fusion.cross_entropies import _Match, cross_entropies
@@ -37,9 +37,9 @@ def squeezed(logits, labels):
     return -found.squeeze(-1)
 
 
-def numbers(*shape, dtype=jnp.float32, labels=jnp.int32, size=V):
+def numbers(*shape, dtype=jnp.float32, labels=jnp.int32):
     rng = np.random.default_rng(0)
-    logits, labels = (4 * rng.normal(size=(*shape, size))).astype(dtype), rng.integers(0, size, shape).astype(labels)
+    logits, labels = (4 * rng.normal(size=(*shape, V))).astype(dtype), rng.integers(0, V, shape).astype(labels)
     return logits, labels, rng.normal(size=shape).astype(np.float32)
 
 
@@ -49,12 +49,6 @@ def kernels(f, *args):
 
 def by_kernels(f):
     return fused(f, losses=True)
-
-
-@partial(jax.jit, static_argnums=0)  # operation by operation it is many programs
-def gradients(f, logits, labels, g):
-    y, pull = jax.vjp(lambda logits: f(logits, labels), logits)
-    return y, pull(g)[0]
 
 
 # each form, shape and dtype
@@ -70,7 +64,7 @@ def gradients(f, logits, labels, g):
 def test_values_and_gradients(form, shape, dtype, of_labels):
     logits, labels, g = numbers(*shape, dtype=dtype, labels=of_labels)
     assert kernels(by_kernels(form), logits, labels) == 1
-    found = gradients(by_kernels(form), logits, labels, g)
+    found = losses_and_gradient(by_kernels(form), logits, labels, g)
     assert [x.dtype for x in found] == [jnp.float32, dtype]
     highest, log_total, picked, dx = exact(logits, labels, V, g)
     rtol = {jnp.float32: 1e-6, jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}[dtype]
@@ -82,7 +76,7 @@ def test_labels_that_are_no_columns():
     """Negative ones count from the end, as in NumPy; others give NaN and a finite gradient."""
     logits, _, g = numbers(8)
     labels = jnp.array([-1, -V, -V - 1, V, V - 1, 2**31 - 1, -(2**31), 0])
-    found, plain = (gradients(f, logits, labels, g) for f in (by_kernels(of_optax), of_optax))
+    found, plain = (losses_and_gradient(f, logits, labels, g) for f in (by_kernels(of_optax), of_optax))
     assert np.isnan(found[0]).tolist() == [False, False, True, True, False, True, True, False]
     for a, b in zip(found, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
@@ -92,20 +86,8 @@ def masked(logits, labels):
     return jnp.where(labels > V // 2, of_optax(logits, jnp.where(labels > V // 2, labels, 0)), 0).sum()
 
 
-def with_accuracy_and_z_loss(logits, labels):
-    logits = logits.astype(jnp.float32)
-    correct = logits.argmax(-1) == labels
-    z = jax.nn.logsumexp(logits, axis=-1) ** 2
-    return (of_optax(logits, labels) * correct + 1e-2 * z).mean(), correct
-
-
-def with_accuracy(logits, labels):
-    logits = logits.astype(jnp.float32)
-    return of_optax(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
-
-
 def twice(logits, labels):
-    return of_optax(logits, labels).mean() + of_log_softmax(logits[..., ::-1], labels).mean(), 0.0
+    return of_optax(logits, labels).mean() + of_log_softmax(logits[..., ::-1], labels).mean()
 
 
 @pytest.mark.parametrize(("f", "n"), [(masked, 1), (twice, 2)])
@@ -115,16 +97,21 @@ def test_what_stands_around_a_loss_stays(f, n):
 
     @partial(jax.jit, static_argnums=0)
     def results(f, logits):
-        gradient = jax.grad(lambda logits: jax.tree.leaves(f(logits, labels))[0])(logits)
-        return jax.tree.leaves((f(logits, labels), gradient))
+        return jax.value_and_grad(f)(logits, labels)
 
     for a, b in zip(results(f, logits), results(by_kernels(f), logits), strict=True):
         np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (a, b)), rtol=2**-7, atol=1e-6)
 
 
-def operands(f, logits, labels):
-    found = operations(jax.make_jaxpr(by_kernels(f))(logits, labels).jaxpr)
-    return [str(operation.eqn.invars[0].aval.dtype) for operation in found if operation.name == KERNEL]
+def with_accuracy(logits, labels):
+    logits = logits.astype(jnp.float32)
+    return of_optax(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
+
+
+def with_z_loss(logits, labels):
+    logits = logits.astype(jnp.float32)
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return (of_optax(logits, labels) * (logits.argmax(-1) == labels) + 1e-2 * z).mean()
 
 
 def in_float64(logits, labels):
@@ -136,10 +123,10 @@ def in_float64(logits, labels):
 def test_shares_of_a_gradient_are_summed_before_they_are_rounded():
     """A z-loss and the loss read the same logits; rounded apart, their sum would be rounded a second time."""
     logits, labels, _ = numbers(16, dtype=jnp.bfloat16)
-    loss = lambda *args: with_accuracy_and_z_loss(*args)[0]  # noqa: E731
-    assert operands(loss, logits, labels) == ["float32"]
-    assert operands(with_accuracy, logits, labels) == ["bfloat16"]  # which has no share
-    found = np.asarray(jax.jit(jax.grad(by_kernels(loss)))(logits, labels), np.float64)
+    for f, dtype in ((with_z_loss, "float32"), (with_accuracy, "bfloat16")):  # the second has no share
+        traced = operations(jax.make_jaxpr(by_kernels(f))(logits, labels).jaxpr)
+        assert [str(one.eqn.invars[0].aval.dtype) for one in traced if one.name == KERNEL] == [dtype]
+    found = np.asarray(jax.jit(jax.grad(by_kernels(with_z_loss)))(logits, labels), np.float64)
     with jax.enable_x64(True):
         exact = jax.jit(jax.grad(in_float64))(logits.astype(np.float64), labels)
     np.testing.assert_allclose(found, exact, rtol=1.001 * 2.0**-8, atol=1e-12)
@@ -234,21 +221,16 @@ class Words(nnx.Module):
         return self.embed.attend(x)
 
 
-class LinenWords(linen.Module):
-    @linen.compact
-    def __call__(self, tokens):
-        return linen.Dense(V)(linen.gelu(linen.Dense(4 * WIDTH)(linen.Embed(V, WIDTH)(tokens))))
-
-
 def loss_fn(model, batch):
     return of_optax(model(batch["inputs"]), batch["labels"]).mean()
 
 
 TOKENS = np.random.default_rng(0).integers(0, V, (2, ROWS, LENGTH)).astype(np.int32)
 BATCH = {"inputs": TOKENS[0], "labels": TOKENS[1]}
+LINEN = linen.Sequential([linen.Embed(V, WIDTH), linen.Dense(4 * WIDTH), linen.gelu, linen.Dense(V)])
 MODELS = {
     "stack": lambda: jzero.from_flax(lambda rngs: Words(rngs), loss_fn, stack="layers"),
-    "linen": lambda: jzero.from_flax(LinenWords(), loss_fn, example_batch=BATCH),
+    "linen": lambda: jzero.from_flax(LINEN, loss_fn, example_batch=BATCH),
 }
 
 

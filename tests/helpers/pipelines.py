@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers import reference
 from helpers.drawn import drawn
 from helpers.reference import SEQUENCE, VOCAB, WIDTH, place
@@ -195,11 +194,6 @@ def run(model, case, batch=None, **more):
     return Done(float(metrics["loss"]), np.asarray(details.micro_losses), float(metrics["grad_norm"]), gradients)
 
 
-@lru_cache
-def unpipelined(model, case):
-    return run(model, case)
-
-
 def assert_close(ours, theirs):
     np.testing.assert_allclose(ours.micro_losses, theirs.micro_losses, rtol=BOUND)
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=BOUND)
@@ -211,9 +205,5 @@ def assert_close(ours, theirs):
 
 def check(model, case, **more):
     ours = run(model, case, **more)
-    assert_close(ours, run(model, case.unpipelined, **more) if more else unpipelined(model, case.unpipelined))
+    assert_close(ours, run(model, case.unpipelined, **more))
     return ours
-
-
-def named(cases):
-    return pytest.mark.parametrize("case", cases, ids=str)

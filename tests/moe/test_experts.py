@@ -11,12 +11,11 @@ from helpers.mixture_models import CONFIG, batches, model
 from helpers.mixtures import plain_balance_loss, plain_experts, plain_route
 from helpers.refusals import refuses
 from helpers.sampling import keep
+from helpers.spreading import on_shards, total
 from helpers.steps import mesh, settings
-from jax.sharding import Mesh, PartitionSpec
 
 import jzero
 from jzero.moe import balance_loss, balanced_bias, experts, route
-from jzero.spread import ModelGroup, ShardedArray, spread, whole
 from jzero.tracing.equations import operations
 
 ROWS, TOKENS, WIDTH, INNER, EXPERTS, TOP = 4, 8, 6, 4, 8, 2
@@ -43,14 +42,14 @@ def mixture(x, router, up, down, *biases, capacity_factor, functions=(route, exp
 plain = partial(mixture, functions=(plain_route, plain_experts, plain_balance_loss))
 
 
-def with_gradients(f, capacity_factor, shapes=SHAPES):
-    return jax.jit(jax.value_and_grad(partial(f, capacity_factor=capacity_factor), argnums=tuple(range(len(shapes)))))
+def with_gradients(f, capacity_factor, shapes):
+    """The value, and the gradients of its sine."""
+    f = partial(f, capacity_factor=capacity_factor)
+    gradients = jax.grad(lambda *xs: total(f(*xs)), argnums=tuple(range(len(shapes))))
+    return jax.jit(lambda *xs: (f(*xs), gradients(*xs)))(*arrays(shapes))
 
 
-@lru_cache
-def known(capacity_factor, shapes):
-    """The value and the gradients of plain JAX."""
-    return with_gradients(plain, capacity_factor, shapes)(*arrays(shapes))
+known = lru_cache(partial(with_gradients, plain))
 
 
 def assert_close(found, known):
@@ -60,8 +59,7 @@ def assert_close(found, known):
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_one_device(capacity_factor):
-    found = with_gradients(mixture, capacity_factor, BIASED)(*arrays(BIASED))
-    assert_close(found, known(capacity_factor, BIASED))
+    assert_close(with_gradients(mixture, capacity_factor, BIASED), known(capacity_factor, BIASED))
 
 
 def test_without_gates_and_with_another_activation():
@@ -73,49 +71,32 @@ def test_without_gates_and_with_another_activation():
 
 def test_experts_train_where_nothing_before_them_does():
     """Frozen embeddings, for one: tokens have no tangent, and gathers with derivatives of their own refuse zeros."""
-    found = jax.grad(partial(mixture, capacity_factor=None), argnums=2)(*arrays(BIASED))  # not compiled as a whole
+    gradient = jax.grad(lambda *xs: total(mixture(*xs, capacity_factor=None)), argnums=2)
+    found = gradient(*arrays(BIASED))  # not compiled as a whole
     assert_close(found, known(None, BIASED)[1][2])
 
 
-# (degrees, axes that divide the experts, axes that divide their inner width), capacity factor, shapes
-CASES = [
-    (({"expert": 4}, ("expert",), ()), None, BIASED),
-    (({"expert": 2, "context": 2, "tensor": 2}, ("expert", "tensor"), ()), 0.5, SHAPES),
-    (({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",)), None, BIASED),
-    (({"expert": 8}, ("expert",), ()), 0.5, BIASED),  # more devices than rows: all tokens on each
-    (({"tensor": 4}, ("tensor",), ()), 0.5, SHAPES),
-    (({"tensor": 4}, (), ("tensor",)), 0.5, BIASED),
-    (({"context": 4}, (), ()), 0.5, BIASED),
+CASES = [  # degrees, axes that divide the experts, axes that divide their inner width; capacity factor, shapes
+    ({"expert": 4}, ("expert",), (), None, BIASED),
+    ({"expert": 2, "context": 2, "tensor": 2}, ("expert", "tensor"), (), 0.5, SHAPES),
+    ({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",), None, BIASED),
+    ({"expert": 8}, ("expert",), (), 0.5, BIASED),  # more devices than rows: all tokens on each
+    ({"tensor": 4}, ("tensor",), (), 0.5, SHAPES),
+    ({"tensor": 4}, (), ("tensor",), 0.5, BIASED),
+    ({"context": 4}, (), (), 0.5, BIASED),
 ]
 
 
-@pytest.mark.parametrize(("case", "capacity_factor", "shapes"), keep(CASES, CASES[1:3]))
-def test_groups(case, capacity_factor, shapes):
-    degrees, of_experts, inner = case
-    dims = [None, None, (of_experts, (), (), inner), (of_experts, inner, ()), (of_experts, (), inner), None]
-    dims = dims[: len(shapes)]
-    specs = [PartitionSpec(*(axes or None for axes in d)) if d else PartitionSpec() for d in dims]
-    group = ModelGroup(degrees, {0: ("expert",), 1: ("context", "tensor")})
-
-    def local(*shards):
-        def loss(*shards):
-            values = [
-                whole(x) if d is None else ShardedArray(x, shape, d, weight=True)
-                for x, shape, d in zip(shards, shapes, dims, strict=True)
-            ]
-            values[0] = group.in_activation_layout(values[0])
-            run = spread(partial(mixture, capacity_factor=capacity_factor), group)
-            return group.undivided(run(*values)).x / group.size
-
-        value, shares = jax.value_and_grad(loss, argnums=tuple(range(len(shards))))(*shards)
-        missing = [tuple(a for a in degrees if a not in {b for axes in d or () for b in axes}) for d in dims]
-        summed = [jax.lax.psum(g, axes) if axes else g for g, axes in zip(shares, missing, strict=True)]
-        return value * group.size, summed
-
-    devices = Mesh(np.array(jax.devices()[: group.size]).reshape(*degrees.values()), tuple(degrees))
-    out_specs = (PartitionSpec(), specs)
-    run = jax.jit(jax.shard_map(local, mesh=devices, in_specs=tuple(specs), out_specs=out_specs, check_vma=False))
-    assert_close(run(*arrays(shapes)), known(capacity_factor, shapes))
+@pytest.mark.parametrize(("degrees", "of_experts", "inner", "capacity_factor", "shapes"), keep(CASES, CASES[1:3]))
+def test_groups(degrees, of_experts, inner, capacity_factor, shapes):
+    between_layers = {0: ("expert",), 1: ("context", "tensor")}
+    tokens = {} if degrees == {"expert": 8} else {"expert": 0, "context": 1, "tensor": 1}
+    weights = [dict.fromkeys(of_experts, 0) | dict.fromkeys(inner, d) for d in (3, 1, 2)]
+    dims = [tokens, {}, *weights, {}][: len(shapes)]  # axis -> the dimension that it divides
+    forms = [(tuple(of.get(axis) for axis in degrees), 1 < i < 5) for i, of in enumerate(dims)]
+    run = partial(mixture, capacity_factor=capacity_factor)
+    *found, group = on_shards(run, arrays(shapes), forms, between_layers, degrees)
+    assert_close(found, known(capacity_factor, shapes))
     assert not group.traced.fallbacks
 
 

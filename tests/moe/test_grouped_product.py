@@ -3,6 +3,7 @@
 import functools
 import re
 from collections import Counter
+from itertools import islice
 from types import SimpleNamespace
 
 import jax
@@ -52,15 +53,13 @@ def loop(x, w, sizes, dy):
     return y, dx, dw
 
 
-def difference(found, wanted):
-    """The relative difference in the 2-norm; NaN where a NaN came through."""
-    found = np.asarray(found, np.float32)
-    return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30)
-
-
-def bound(dtype):
-    """A rounding to bfloat16 costs 2**-8 at most, and sums in float32 cost nothing beside it."""
-    return 2**-8 if dtype == jnp.bfloat16 else 1e-6
+def assert_products(found, *values, strict=True):
+    """A rounding to bfloat16 costs 2**-8 of the 2-norm at most, and sums in float32 nothing; no NaN passes."""
+    dtype, norm = values[0].dtype, np.linalg.norm
+    for ours, wanted in zip(found, loop(*values), strict=strict):
+        assert ours.dtype == dtype
+        difference = norm(np.asarray(ours, np.float32) - wanted) / max(norm(wanted), 1e-30)
+        assert difference < (2**-8 if dtype == jnp.bfloat16 else 1e-6)
 
 
 @jax.jit
@@ -72,9 +71,7 @@ def with_gradients(x, w, sizes, dy):
 @pytest.mark.parametrize(("rows", "d", "f", "sizes", "dtype"), SHAPES)
 def test_product_and_gradients(rows, d, f, sizes, dtype):
     values = operands(rows, d, f, sizes, dtype)
-    for found, wanted in zip(with_gradients(*values), loop(*values), strict=True):
-        assert found.dtype == dtype
-        assert difference(found, wanted) < bound(dtype)
+    assert_products(with_gradients(*values), *values)
 
 
 def test_sums_are_float32():
@@ -99,8 +96,6 @@ def test_checkpoints_keep_it_as_a_product_with_weights(policy, products):
 
 
 tiles_of = jax.jit(tile_map, static_argnums=(1, 2, 3))
-
-
 ENDS = st.sampled_from([0, 1, 7, 8, 127, 128, 129, 500, 872, 999, 1000])  # few, so that groups are empty or tiles full
 
 
@@ -126,16 +121,11 @@ def test_tiles_hold_every_row_once(ends, aligned):
 FORWARD_ALONE = not hasattr(mosaic_gpu, "force_gpu_interpret_mode")
 
 
-def hopper_kernels(x, w, sizes, dy):
-    with interpreter():
-        y = grouped_hopper.grouped(x, w, sizes, transposed=False, cores=2)
-        if FORWARD_ALONE:
-            return [y]
-        return [
-            y,
-            grouped_hopper.grouped(dy, w, sizes, transposed=True, cores=2),
-            grouped_hopper.grouped_transposed(x, dy, sizes, cores=2),
-        ]
+def products(kernels, x, w, sizes, dy, **more):
+    """Yield the product and its two gradients."""
+    yield kernels.grouped(x, w, sizes, transposed=False, **more)
+    yield kernels.grouped(dy, w, sizes, transposed=True, **more)
+    yield kernels.grouped_transposed(x, dy, sizes, **more)
 
 
 def interpreter():
@@ -146,19 +136,12 @@ def interpreter():
     return force_gpu_interpret_mode()
 
 
-def triton_kernels(x, w, sizes, dy):
-    return (
-        grouped_triton.grouped(x, w, sizes, transposed=False, dtype=x.dtype),
-        grouped_triton.grouped(dy, w, sizes, transposed=True, dtype=x.dtype),
-        grouped_triton.grouped_transposed(x, dy, sizes, dtype=x.dtype),
-    )
-
-
 @pytest.mark.parametrize(("rows", "d", "f", "sizes"), [(432, 64, 128, [130, 0, 101])] if FORWARD_ALONE else TILED)
 def test_hopper_kernels(rows, d, f, sizes):
     values = operands(rows, d, f, sizes, jnp.bfloat16)
-    for found, wanted in zip(hopper_kernels(*values), loop(*values), strict=not FORWARD_ALONE):
-        assert difference(found, wanted) < bound(jnp.bfloat16)
+    with interpreter():
+        found = [*islice(products(grouped_hopper, *values, cores=2), 1 if FORWARD_ALONE else 3)]
+    assert_products(found, *values, strict=not FORWARD_ALONE)
 
 
 TRITON = [(301, 72, 200, [130, 0, 101], jnp.bfloat16), (*TILED[2], jnp.float32)]
@@ -168,26 +151,11 @@ TRITON = [(301, 72, 200, [130, 0, 101], jnp.bfloat16), (*TILED[2], jnp.float32)]
 def test_triton_kernels(rows, d, f, sizes, dtype, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     values = operands(rows, d, f, sizes, dtype)
-    for found, wanted in zip(jax.jit(triton_kernels)(*values), loop(*values), strict=True):
-        assert difference(found, wanted) < bound(dtype)
+    run = jax.jit(lambda *values: [*products(grouped_triton, *values, dtype=dtype)])
+    assert_products(run(*values), *values)
 
 
 # ------------------------------------------------------------------------------------------------ programs
-
-
-def gpu_program(gpu, rows, d, f, dtype):
-    mesh = Mesh(np.array(gpu_devices(gpu, 2)), ("zero",))
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def loss(x, w, sizes):
-        return jnp.tanh(grouped_dot(x, w, sizes)).astype(jnp.float32).sum()
-
-    shapes = [((rows, d), dtype), ((16, d, f), dtype), ((16,), jnp.int32)]
-    args = [jax.ShapeDtypeStruct(shape, kind, sharding=whole) for shape, kind in shapes]
-    run = jax.shard_map(
-        jax.grad(loss, (0, 1)), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
-    return jax.jit(run).lower(*args).compile().as_text()
 
 
 # The product and its two gradients.
@@ -196,8 +164,16 @@ def gpu_program(gpu, rows, d, f, dtype):
     ("gpu", "kernel"), [("h100", "mosaic_gpu_v2"), pytest.param("a100", "__gpu$xla.gpu.triton", marks=pytest.mark.slow)]
 )
 def test_programs_have_no_dense_product(gpu, kernel):
-    rows, d, f = 1024, 256, 512
-    program = gpu_program(gpu, rows, d, f, jnp.bfloat16)
+    rows, d, f, whole = 1024, 256, 512, PartitionSpec()
+    mesh = Mesh(np.array(gpu_devices(gpu, 2)), ("zero",))
+
+    def loss(x, w, sizes):
+        return jnp.tanh(grouped_dot(x, w, sizes)).astype(jnp.float32).sum()
+
+    shapes = [((rows, d), jnp.bfloat16), ((16, d, f), jnp.bfloat16), ((16,), jnp.int32)]
+    args = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, whole)) for each in shapes]
+    run = jax.shard_map(jax.grad(loss, (0, 1)), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    program = jax.jit(run).lower(*args).compile().as_text()
     assert Counter(re.findall(r'custom_call_target="([^"]+)"', program)) == {kernel: 3}
     assert not re.search(r" (dot|convolution)\(", program)
     assert not re.search(rf"\[({rows},16|16,{rows}),", program)  # rows by experts: XLA's masked copies

@@ -5,21 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tensor_models
-from helpers.mixture_models import (
-    CONFIG,
-    LR,
-    BothTables,
-    OwnModel,
-    batches,
-    config_of,
-    divided_by_both,
-    initial,
-    make_step,
-    model,
-    own_loss,
-    reference,
-)
+from helpers import mixture_models, tensor_models
+from helpers.mixture_models import CONFIG, OwnModel, batches, config_of, divided_by_both, initial, make_step
 from helpers.mixtures import plain_mixtures
 from helpers.oracle import largest_error, train
 from helpers.sampling import keep, some
@@ -50,7 +37,7 @@ def test_one_device_computes_the_same(layout, factor):
     assert metrics["balance_loss"] > 1.9
     total = metrics["cross_entropy"] + config.mixture.balance * metrics["balance_loss"]
     assert total == pytest.approx(metrics["loss"])
-    known = reference(config)
+    known = mixture_models.reference(config)
     assert np.abs(seen / known.seen - 1).max() < 1e-6
     assert largest_error(state.params, known.params) < 2e-6
 
@@ -68,14 +55,14 @@ def test_a_bias_and_a_shared_expert(layout):
     _, state = train(make_step(config, **layout), initial(config), batches())
 
     def mean(params, batch):
-        (loss, _), new = model(config).loss(params, batch, jax.random.key(0))
+        (loss, _), new = mixture_models.model(config).loss(params, batch, jax.random.key(0))
         return loss.sum / loss.count, new
 
     params = initial(config)
     with plain_mixtures():
         for batch in batches():
             gradient, new = jax.jit(jax.grad(mean, has_aux=True))(params, batch)
-            trained = jax.tree.map(lambda w, g: w - LR * g, params, gradient)
+            trained = jax.tree.map(lambda w, g: w - mixture_models.LR * g, params, gradient)
             params = jax.tree.map(lambda x, w: w if x is None else x, new, trained, is_leaf=lambda x: x is None)
     assert (named(params)["stack/mlp/bias"] != 0).any()
     assert largest_error(state.params, jax.device_get(params)) < 2e-6
@@ -131,7 +118,7 @@ def test_experts_that_both_axes_would_divide():
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [None, "blocks"])
 def test_a_module_of_a_users_own(stack):
-    subject, losses = jzero.from_flax(OwnModel, own_loss, stack=stack), []
+    subject, losses = jzero.from_flax(OwnModel, mixture_models.own_loss, stack=stack), []
     for expert in (1, 2):
         step = tensor_models.make_step(subject, expert=expert)
         divided = {name.rpartition("/")[2] for name, spec in named(step.state_specs.params).items() if "expert" in spec}
@@ -141,7 +128,7 @@ def test_a_module_of_a_users_own(stack):
 
 
 def test_experts_that_a_table_divides_by_both_axes():
-    step = divided_by_both(BothTables)
+    step = divided_by_both(mixture_models.BothTables)
     specs = named(step.state_specs.params)
     assert ("tensor" in specs["embed/embedding"], "tensor" in specs["blocks/0/up"]) == (True, False)
     text = " ".join(jzero.report(step).split())

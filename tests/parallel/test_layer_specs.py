@@ -35,32 +35,7 @@ class Weights:
         return (batch["inputs"] @ params["dense"]["kernel"][: batch["inputs"].shape[1]]).mean()
 
 
-def test_columns_have_their_bias_and_rows_do_not():
-    step = make_step("nnx", [COLUMN, ROW])
-    assert divided_by_tensor(step) == {"stack/up/kernel": 1, "stack/up/bias": 0, "stack/down/kernel": 0}
-    text = " ".join(jzero.report(step).split())
-    assert 'tensor_parallel.partition_config, as dimensions: {"^stack/up/kernel$": 1' in text
-
-
-def test_the_models_own_names_and_the_first_spec_decides():
-    for pattern in (r".*\.up\.kernel$", r"(?i)stack\.UP"):
-        found = divided_by_tensor(make_step("nnx", [{"patterns": [pattern]}]))
-        assert set(found) == {"stack/up/kernel", "stack/up/bias"}
-    skip = COLUMN | {"partition_type": "skip"}
-    first = COLUMN | {"partition_type": "row"}
-    assert divided_by_tensor(make_step("nnx", [first, ROW, skip]))["stack/up/kernel"] == 0
-    assert set(divided_by_tensor(make_step("nnx", [skip, ROW, COLUMN]))) == {"stack/down/kernel"}
-
-
-def test_default_specs_are_the_models_table():
-    gates = {"patterns": [r".*gate_up.weight"], "partition_type": "skip"}
-    table = divided_by_tensor(make_step("llama", [gates]))
-    assert table["stack/attention/qkv/kernel"] == 1
-    assert "stack/mlp/gate_up/kernel" not in table
-    out = {"patterns": [r".*\.out\.weight"], "partition_type": "row"}
-    assert divided_by_tensor(make_step("llama", [out], defaults=False)) == {"stack/attention/out/kernel": 0}
-
-
+SKIP, UP = COLUMN | {"partition_type": "skip"}, {"stack/up/kernel": 1, "stack/up/bias": 0}
 SHAPES = [
     ("dense", {}, 1),
     ("dense", {"partition_dim": 1}, 0),
@@ -70,12 +45,32 @@ SHAPES = [
     ("experts", {"shape": [4, 16, 8], "partition_type": "row", "partition_dim": 2}, 1),
     ("experts", {"shape": [4, -1, 8], "partition_dim": 0}, 0),
 ]
+TABLES = [  # model, specs, the dimension of each parameter that is divided
+    ("nnx", [COLUMN, ROW], UP | {"stack/down/kernel": 0}),  # columns have their bias, and rows do not
+    *(("nnx", [{"patterns": [pattern]}], UP) for pattern in (r".*\.up\.kernel$", r"(?i)stack\.UP")),
+    # The first spec decides.
+    ("nnx", [COLUMN | {"partition_type": "row"}, ROW, SKIP], {"stack/up/kernel": 0, "stack/down/kernel": 0}),
+    ("nnx", [SKIP, ROW, COLUMN], {"stack/down/kernel": 0}),
+    *(("weights", [{"patterns": [rf"{name}\.weight"], **spec}], {f"{name}/kernel": d}) for name, spec, d in SHAPES),
+]
 
 
-@pytest.mark.parametrize(("name", "spec", "dim"), SHAPES)
-def test_shapes_of_pytorch(name, spec, dim):
-    step = make_step("weights", [{"patterns": [rf"{name}\.weight"], **spec}])
-    assert divided_by_tensor(step) == {f"{name}/kernel": dim}
+@pytest.mark.parametrize(("name", "specs", "table"), TABLES)
+def test_the_table_of_specs(name, specs, table):
+    step = make_step(name, specs)
+    assert divided_by_tensor(step) == table
+    parameter, dimension = next(iter(table.items()))
+    words = f'tensor_parallel.partition_config, as dimensions: {{"^{parameter}$": {dimension}'
+    assert words in " ".join(jzero.report(step).split())
+
+
+def test_default_specs_are_the_models_table():
+    gates = {"patterns": [r".*gate_up.weight"], "partition_type": "skip"}
+    table = divided_by_tensor(make_step("llama", [gates]))
+    assert table["stack/attention/qkv/kernel"] == 1
+    assert "stack/mlp/gate_up/kernel" not in table
+    out = {"patterns": [r".*\.out\.weight"], "partition_type": "row"}
+    assert divided_by_tensor(make_step("llama", [out], defaults=False)) == {"stack/attention/out/kernel": 0}
 
 
 REFUSED = [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +37,13 @@ def test_each_device_holds_its_part():
     assert set(parts(make_step("nnx", context=4, zero=2, stage=3)).values()) == {1 / 8}
 
 
-class Odd:
-    def init(self, rng):
-        return {"six": jnp.ones((6, 3)), "three": jnp.ones(3)}
-
-    def loss(self, params, batch, rng):
-        return ((batch @ params["six"] + params["three"]) ** 2).mean()
-
-
 def test_what_the_whole_group_does_not_divide_zero_alone_partitions():
-    odd = make_step(Odd(), context=4, zero=2, stage=3).state_specs.params
-    assert [tuple(spec) for spec in odd.values()] == [("zero",), ()]
+    odd = SimpleNamespace(
+        init=lambda rng: {"six": jnp.ones((6, 3)), "three": jnp.ones(3)},
+        loss=lambda params, batch, rng: ((batch @ params["six"] + params["three"]) ** 2).mean(),
+    )
+    specs = make_step(odd, context=4, zero=2, stage=3).state_specs.params
+    assert [tuple(spec) for spec in specs.values()] == [("zero",), ()]
 
 
 @pytest.mark.slow
@@ -94,20 +91,13 @@ def test_the_report_names_the_price():
         assert line.startswith(f"{size_text(price)} more per device than divided; {fits} would fit")
 
 
-class Uneven(nnx.Module):
-    def __init__(self, rngs):
-        self.odd, self.even = nnx.Linear(5, 3, rngs=rngs), nnx.Linear(3, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.even(jnp.tanh(self.odd(x)))
-
-
 def test_a_table_found_by_trying():
     """No dimension of the first kernel fits; masters, gradients and the copy in use are whole, at stage 0."""
     batch = {"x": jax.ShapeDtypeStruct((BATCH, 5), jnp.float32)}
-    model = jzero.from_flax(Uneven, lambda net, batch: (net(batch["x"]) ** 2).mean(), example_batch=batch)
+    build = lambda rngs: nnx.Sequential(nnx.Linear(5, 3, rngs=rngs), jnp.tanh, nnx.Linear(3, 4, rngs=rngs))  # noqa: E731
+    model = jzero.from_flax(build, lambda net, batch: (net(batch["x"]) ** 2).mean(), example_batch=batch)
     found = lines_of(make_step(model, tensor=2))
-    assert list(found) == ["mesh.tensor = 2 does not divide any dimension of odd/kernel [5, 3]"]
+    assert list(found) == ["mesh.tensor = 2 does not divide any dimension of layers/0/kernel [5, 3]"]
     assert found.popitem()[1].startswith(f"{2 * 5 * 3 * 4 // 2} B more per device than divided")
 
 

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.sampling import keep
 from helpers.tensor_models import batches, make_step
 
 import jzero
-from jzero._compat import inner_jaxprs
 from jzero.planner.traced_operations import FORWARD, RECOMPUTED, moves
+from jzero.tracing.equations import operations
 
 ROWS, LENGTH, WIDTH, WORDS = 2, 24, 8, 48
 
@@ -58,17 +57,10 @@ def test_another_axis_and_trees():
     np.testing.assert_array_equal(found["b"], labels[0])
 
 
-def arrays(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield from (v.aval.shape for v in eqn.outvars)
-        for inner in inner_jaxprs(eqn):
-            yield from arrays(inner)
-
-
 def test_logits_of_one_tile_exist():
     def largest(f):
         jaxpr = jax.make_jaxpr(jax.grad(lambda *args: f(*args).sum(), (0, 1)))(*operands()).jaxpr
-        return max(prod(shape) for shape in arrays(jaxpr))
+        return max(prod(v.aval.shape) for one in operations(jaxpr) for v in one.eqn.outvars)
 
     assert largest(losses) == ROWS * LENGTH * WORDS
     assert largest(in_tiles) < ROWS * LENGTH * WORDS // 2
@@ -88,17 +80,12 @@ def test_gradients_of_weights_are_added_in_float32():
     assert np.abs(found - exact).max() < 0.01 * np.abs(exact).max()
 
 
-LAYOUTS = [({"context": 2, "tensor": 2}, {"bf16": {"enabled": True}}), ({"context": 4}, None)]
-
-
-@pytest.mark.parametrize(("layout", "precision"), keep(LAYOUTS, LAYOUTS[:1]))
-def test_tiles_move_the_same_bytes(layout, precision):
+def test_tiles_move_the_same_bytes():
     """What `tensor` gathers is gathered once more, with what is computed again."""
 
     def moved(name):
-        step = make_step(name, more=precision, unroll=False, **layout)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(name)[0])
-        found, total = moves(step.trace(shapes), step.mesh), Counter()
+        step = make_step(name, precision={"bf16": {"enabled": True}}, unroll=False, context=2, tensor=2)
+        found, total = moves(step.trace(batches(name)[0]), step.mesh), Counter()
         assert not found.whole
         for move in found.all:
             total[move.kind, move.axes, move.part] += move.total

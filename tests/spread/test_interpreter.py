@@ -84,7 +84,7 @@ def test_an_operation_on_a_group(form):
         return lax.scan(jax.checkpoint(lambda c, _: (OPERATION({"x": c}, 0.5)["y"], None)), x, None, length=2)[0]
 
     for function in (f, loop):
-        assert not check(function, [X], [(form, False)], rest=False).traced.fallbacks
+        assert not check(function, [X], [(form, False)], rest=None).traced.fallbacks
 
 
 def test_mistakes():

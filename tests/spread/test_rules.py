@@ -1,12 +1,14 @@
 """Each rule of `jzero.spread`, with arrays divided in any way: values and gradients of the plain function."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers.sampling import some
-from helpers.spreading import check, forms
+from helpers.spreading import REST, check, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -53,8 +55,12 @@ with_a_table = jax.custom_vjp(by_table)  # a closed-over array, as QLoRA's table
 with_a_table.defvjp(lambda x: (by_table(x), None), lambda _, g: (2 * g * jnp.arange(8.0),))
 
 
-def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def conv(x, w, groups=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+
+depthwise = partial(conv, groups=4)
 
 
 def turns(x, w):
@@ -63,21 +69,8 @@ def turns(x, w):
     return lax.while_loop(lambda c: (c[0] < 3) & (c[1].sum() < 100), lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))
 
 
-def branches(x, w, i):
-    return lax.switch(i[0], [lambda x: x @ w, lambda x: 2 * x, lambda x: jnp.ones_like(x)], x)
-
-
 def pooled(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID")
-
-
-def depthwise(x, w):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4)
-
-
-def upwards(x, w):
-    return lax.conv_transpose(x, w, (2, 2), "SAME")
 
 
 DISTINCT = np.array([0, 3])  # of updates of one element, which comes last is not defined
@@ -141,10 +134,13 @@ CASES = {  # name: (function, shapes of floats, (shape, limit) of integers)
     "gradient of pooling": (slope(pooled), [(4, 8, 4)], []),
     "depthwise": (depthwise, [(4, 4, 4, 4), (3, 3, 1, 8)], []),
     "gradient of depthwise": (slope(depthwise), [(4, 4, 4, 4), (3, 3, 1, 8)], []),
-    "upwards": (upwards, [(4, 4, 4, 4), (2, 2, 4, 8)], []),
+    "upwards": (lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"), [(4, 4, 4, 4), (2, 2, 4, 8)], []),
     "gradient of convolution": (slope(conv), [(4, 4, 4, 4), (3, 3, 4, 8)], []),
     "turns": (turns, [(2, 8, 4), (4, 4)], []),
-    "switch": (branches, [(2, 8, 4), (4, 4)], [((1,), 3)]),
+    "switch": (
+        lambda x, w, i: lax.switch(i[0], [lambda x: x @ w, lambda x: 2 * x, lambda x: jnp.ones_like(x)], x),
+        [(2, 8, 4), (4, 4)], [((1,), 3)],
+    ),
     "fourier transform": (lambda x: jnp.fft.fft(x, axis=1).imag, [(8, 8, 8)], []),
     "convolution": (conv, [(4, 4, 4, 4), (3, 3, 4, 8)], []),
     "cross-entropy": (optax.softmax_cross_entropy_with_integer_labels, [(4, 4, 8)], [((4, 4), 8)]),
@@ -165,7 +161,7 @@ def example(data, name):
     arrays += [rng.integers(0, limit, shape).astype(np.int32) for shape, limit in integers]
     drawn = [data.draw(forms(x.shape, integer=x.dtype == np.int32)) for x in arrays]
     tolerance = 3e-3 if name == "cast" else 2e-5
-    check(f, arrays, drawn, data.draw(st.booleans()), tolerance)
+    check(f, arrays, drawn, data.draw(st.sampled_from([None, REST])), tolerance)
 
 
 @settings(max_examples=8)
