@@ -121,18 +121,23 @@ def test_the_kernel_and_the_report(monkeypatch):
 @on_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("global_layers", "kernel"),
-    [(None, "__cudnn$fmhaSoftmax"), ((False, False, True), "__cudnn$fmhaScaleBiasSoftmax")],
-    ids=["all layers", "some layers"],
+    ("config", "packed", "kernel"),
+    [
+        ({"window": 100}, False, "__cudnn$fmhaSoftmax"),
+        ({"window": 100, "global_layers": (False, False, True)}, False, "__cudnn$fmhaScaleBiasSoftmax"),
+        ({}, True, "__cudnn$fmhaScaleBiasSoftmax"),
+    ],
+    ids=["a window", "a window in some layers", "documents in a row"],
 )
-def test_windows_under_cudnn(global_layers, kernel):
-    """cuDNN gets a window that all layers have as a number, and one that only some have as a bias."""
-    layers = {"window": 100, "global_layers": global_layers, "local_theta": 10.0, "rope_theta": 1e3}
-    config = DecoderConfig(3, 256, 4, 2, 48, vocab_size=64, attention="cudnn", **layers)
-    _, trace = traced(model_of(config), h100s(zero=2), pairs(8, 512), {}, train_batch_size=8)
+def test_masks_under_cudnn(config, packed, kernel):
+    """cuDNN gets a window that all layers have as a number, and any other mask as a bias."""
+    model = model_of(DecoderConfig(3, 256, 4, 2, 48, vocab_size=64, attention="cudnn", **config))
+    batch = pairs(8, 512)
+    batch |= {"segments": batch["inputs"]} if packed else {}
+    _, trace = traced(model, h100s(zero=2), batch, {}, train_batch_size=8)
     text = trace.lower().compile().as_text()
     assert sorted(set(re.findall(r"__cudnn\$fmha\w*", text))) == [kernel, f"{kernel}Backward"]
-    assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (global_layers is None)
+    assert bool(re.search(r'"sliding_window_length": ?100\b', text)) == (kernel == "__cudnn$fmhaSoftmax")
 
 
 @needs_cuda_compiler
