@@ -115,7 +115,8 @@ def expected(case, params):
         if case.stage == 3:
             # For both passes or for one, see the module's docstring.
             both = name.startswith("stack/") if case.llama else case.policy == "full" or name == "fc2/kernel"
-            add("all-gather", compute, ("zero",), one, inside, (1 + both) * layers * case.accum)
+            passes = 2 if both else 1
+            add("all-gather", compute, ("zero",), one, inside, passes * layers * case.accum)
         else:
             add("all-gather", compute, ("zero",), elements, "step", times)
         if case.stage == 1:

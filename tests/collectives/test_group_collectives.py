@@ -33,7 +33,7 @@ LLAMA = LlamaConfig(LAYERS, 64, 4, 2, 96, vocab_size=128, attention="xla")
 
 
 def with_tensor(subject, dimensions, *, stage=0, zero=1):
-    config = settings(BATCH, stage, tensor_parallel={"dimensions": dimensions})
+    config = settings(BATCH, stage, gradient_clipping=1, tensor_parallel={"dimensions": dimensions})
     step, trace = traced(subject, h100s(zero=zero, tensor=TENSOR), pairs(BATCH, SHORT), **config)
     return counted(collectives_of(step, trace), "kind", "dtype", "axes", "bytes")
 
@@ -90,7 +90,7 @@ def test_a_llamas_fused_weights_move_nothing_more():
 def test_a_pipeline_sends_this_devices_part_of_the_sequence():
     """Both ways, half the bytes: activations are divided between layers, and so between stages."""
     rows, accum, width = 2, 4, 64
-    config, mesh = settings(rows * accum, accum=accum), h100s(pipe=2, tensor=TENSOR)
+    config, mesh = settings(rows * accum, accum=accum, gradient_clipping=1), h100s(pipe=2, tensor=TENSOR)
     step, trace = traced(model_of(LLAMA), mesh, pairs(rows * accum, SHORT), **config)
     found = counted(collectives_of(step, trace).select(kind="collective-permute"), "axes", "dtype", "bytes")
     ticks = accum + 1  # with a forward pass, and as many with a backward pass
@@ -103,7 +103,8 @@ ROWS, SEQUENCE, WIDTH, HEADS, KV_HEADS = 4, 128, 256, 8, 4
 
 def with_context(*, stage=0, layers=LAYERS, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, **mesh):
     shape = LlamaConfig(layers, width, heads, kv_heads, 512, vocab_size=1024, attention="cudnn")
-    step, trace = traced(model_of(shape), h100s(**mesh), pairs(ROWS, SEQUENCE), **settings(ROWS, stage))
+    config = settings(ROWS, stage, gradient_clipping=1)
+    step, trace = traced(model_of(shape), h100s(**mesh), pairs(ROWS, SEQUENCE), **config)
     return counted(collectives_of(step, trace), "kind", "axes", "bytes", smallest=SMALL), step
 
 

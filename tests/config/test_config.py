@@ -1,4 +1,4 @@
-"""Configs: what loads and where it comes from, sizes and degrees, what DeepSpeed's files have besides, all mistakes.
+"""Configs: what loads, from where, sizes and degrees, what DeepSpeed's files have besides settings, all mistakes.
 
 DeepSpeed's names are those of its source: runtime/zero/config.py (`alias`), runtime/config_utils.py (pydantic's lax
 mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does not ask for). Config files of many

@@ -73,7 +73,7 @@ def plain(rates):
     def loss(params, batch):
         return squares(dense(params["last"], jnp.tanh(dense(params["first"], batch[0]))), batch[1])
 
-    for steps in range(1, len(rates) + 1):
+    for steps in range(1, len(rates) + 1):  # plain_loop gives the last parameters alone
         params = plain_loop(loss, start, map(batch, range(steps)), tx).params
         average = jax.tree.map(lambda a, p: (a + p) / 2, average, params)
     return params, average

@@ -90,8 +90,10 @@ def test_what_contains_no_documents(tmp_path):
         ({"train": ["a"]}, "is a mapping with train: pass one split"),
         (3, "is int: must be a list of samples"),
     ):
-        (tmp_path / "bad.jsonl").write_bytes(texts if isinstance(texts, bytes) else b"")
-        given = tmp_path / "bad.jsonl" if isinstance(texts, bytes) else texts
+        given = texts
+        if isinstance(texts, bytes):
+            given = tmp_path / "bad.jsonl"
+            given.write_bytes(texts)
         refuses(lambda given=given: write_tokens(given, tmp_path / "t.npy", Bytes()), words)
         assert not (tmp_path / "t.npy").exists()
 

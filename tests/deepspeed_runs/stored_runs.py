@@ -31,7 +31,7 @@ def squares(outputs, targets):
 
 
 def make_model(kind="mlp", pipe=1):
-    """The model of a case; of `jzero import --model stored_runs:make_model`."""
+    """Return the model of a case; by default that of `jzero import --model stored_runs:make_model`."""
     if kind == "llama":
         return from_hf({"model_type": "llama", **LLAMA})
     if kind == "pipe":

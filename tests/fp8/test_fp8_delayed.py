@@ -205,6 +205,7 @@ BOTH = ["stack/down/kernel", "stack/up/kernel"]
 @pytest.mark.parametrize(
     ("former", "now", "zeros", "why"),
     [
+        ({}, {}, [], None),
         ({}, {"pipe": 2, "data": 2, "zero": 2}, [], None),
         ({"recipe": "current"}, {}, BOTH, "not in the checkpoint"),
         ({"length": 2 * STEPS}, {}, BOTH, "another fp8.amax_history_len"),
@@ -228,8 +229,12 @@ def test_histories_of_a_checkpoint(tmp_path, capsys, former, now, zeros, why):
         assert sorted(name for name, x in found.items() if not np.asarray(x).any()) == zeros
         for name in found.keys() - set(zeros):
             np.testing.assert_array_equal(found[name], saved[name])
-    other.train_batch(BATCHES[0])
+    for e in (one, other):
+        e.train_batch(BATCHES[0])
     assert other.global_steps == 2
+    if former == now:
+        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(e.state.params) for e in (one, other)))
+        jax.tree.map(np.testing.assert_array_equal, histories(one), histories(other))
     for name, x in histories(other).items():
         assert x[:, :, 0].all()
         assert x[:, :, 1:].any() == (name not in zeros)

@@ -15,13 +15,14 @@ def read(name: str):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def check(name: str, found, update: bool) -> None:
-    """Compare with the file; a difference names what is gone, new and other."""
+def check(name: str, found, update: bool, hint: str = "") -> None:
+    """Compare with the file; a difference names what is gone, new and other, after a hint how to see it."""
     known = read(name)
     if update:
         (GOLDEN / name).write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     elif lines := difference(known, found):
-        pytest.fail("\n".join([f"{name}, after a meant change: this test with --update-golden", *lines]), pytrace=False)
+        lines = [f"{name}, after a meant change: this test with --update-golden", *filter(None, [hint]), *lines]
+        pytest.fail("\n".join(lines), pytrace=False)
 
 
 def difference(known, found, where: str = "") -> list[str]:

@@ -43,12 +43,12 @@ def update(pytestconfig):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DEFAULT)) for name in rows.ROWS]
 )
 def test_a_step_is_the_same_program(name, update):
-    """`python tests/golden/rows.py DIRECTORY NAME` writes the program of a row."""
     found = hashlib.sha256(rows.program(name).encode()).hexdigest()[:16]
     known = snapshots.read(PROGRAMS)
     if VERSION not in known and not update:
         pytest.skip(f"no programs of jax {VERSION}")
-    snapshots.check(PROGRAMS, known | {VERSION: known.get(VERSION, {}) | {name: found}}, update)
+    hint = f"python tests/golden/rows.py DIRECTORY {name} writes the program"
+    snapshots.check(PROGRAMS, known | {VERSION: known.get(VERSION, {}) | {name: found}}, update, hint)
 
 
 def test_the_file_of_programs_has_these_rows(update):
@@ -104,8 +104,8 @@ def signature(function) -> str:
 def test_public_names(update):
     found = {}
     for module in MODULES:
-        loaded = __import__(module, fromlist=["_"])
-        found[module] = {name: signatures(getattr(loaded, name)) for name in loaded.__all__}
+        library = __import__(module, fromlist=["_"])
+        found[module] = {name: signatures(getattr(library, name)) for name in library.__all__}
     found["jzero.Engine"] = found["jzero"].pop("Engine")
     snapshots.check("names.json", found, update)
 

@@ -141,11 +141,13 @@ def trained(name, precision=FP8, **layout):
 
 def distances(gradients, others):
     norm, ours = np.linalg.norm, named(gradients)
+    assert ours.keys() == named(others).keys()
     return {name: float(norm(ours[name] - x) / norm(x)) for name, x in named(others).items() if x.any()}
 
 
 def shares(gradients, oracle, bf16):
     """How far gradients lie on the way from the oracle's in bf16 (0) to that in fp8 (1), leaf by leaf."""
     ours, start = named(gradients), named(bf16)
+    assert ours.keys() == start.keys() == named(oracle).keys()
     ways = {name: (ours[name] - start[name], x - start[name]) for name, x in named(oracle).items() if x.any()}
     return {name: float(np.vdot(way, whole) / np.vdot(whole, whole)) for name, (way, whole) in ways.items()}

@@ -30,7 +30,7 @@ class Net:
 
 
 def config(stage, **more):
-    return engines.config(stage, non_finite={"action": "stop", "output_path": "saved"}, **more)
+    return engines.config(stage, **{"stack": {}, "non_finite": {"action": "stop", "output_path": "saved"}, **more})
 
 
 def rows(seed, n):

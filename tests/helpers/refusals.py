@@ -1,5 +1,7 @@
 """Asserts that a mistake is refused, also before anything compiles."""
 
+import re
+
 import jax
 import pytest
 
@@ -13,14 +15,18 @@ jax.monitoring.register_event_duration_secs_listener(
 
 def refuses(call, pattern=""):
     """The call is a ConfigError whose text matches the pattern; return the text."""
-    with pytest.raises(jzero.ConfigError, match=pattern or None) as error:
-        call()
+    try:
+        with pytest.raises(jzero.ConfigError, match=pattern or None) as error:
+            call()
+    except BaseException as other:  # which of many rows it is
+        other.add_note(f"expected: {pattern}")
+        raise
     return str(error.value)
 
 
 def says(call, *parts):
     """The call is a ConfigError with these parts in its text; return the text."""
-    text = refuses(call)
+    text = refuses(call, re.escape(parts[0]) if parts else "")
     assert [part for part in parts if part not in text] == [], text
     return text
 

@@ -38,6 +38,7 @@ def _value(x, shape, form, degrees):
     choice, weight = form
     sums = tuple(a for a, at in zip(degrees, choice, strict=True) if at == SUM)
     for axis in sums:  # this device's part of the sum
+        assert degrees[axis] == 2
         x = x * jnp.where(jax.lax.axis_index(axis) == 0, 1.5, -0.5).astype(x.dtype)
     return ShardedArray(x, shape, _dims(shape, choice, degrees), sums, weight and not sums)
 

@@ -98,7 +98,7 @@ def test_the_version_and_a_path_that_cannot_be_used(capsys):
         assert re.fullmatch(r"jzero: .*x{99}.*: File name too long\n", capsys.readouterr().err)
 
 
-def test_a_word_and_a_system_that_are_not_there(here, capsys):
+def test_a_word_that_is_no_command(here, capsys):
     """A script of that name, a word that resembles no command, and an option of the launcher are none."""
     assert cli.main(["plots", "runs/a"]) == 2
     assert capsys.readouterr().err == "jzero: plots: no such script; did you mean `jzero plot`?\n"
@@ -109,7 +109,10 @@ def test_a_word_and_a_system_that_are_not_there(here, capsys):
     own = [name for action in options.parser()._actions for name in action.option_strings]
     for script in ("plots", "plan.py", "train", *own):
         cli.check_name(script)
-    here.setenv("PATH", str(here.path))  # where there is no Slurm
+
+
+def test_a_launcher_that_is_not_installed(here, capsys):
+    here.setenv("PATH", str(here.path))
     assert cli.main(["--launcher", "slurm", "--platform", "cpu", "train.py"]) == 2
     assert capsys.readouterr().err == "jzero: --launcher slurm: there is no srun on this machine\n"
 

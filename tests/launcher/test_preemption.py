@@ -14,19 +14,21 @@ class Service:
     """A coordination service: keys that are written once; no read waits, so a key that is missing is missed."""
 
     def __init__(self):
-        self.keys = {}
+        self.keys, self.waits = {}, []  # milliseconds that reads would wait
 
     def key_value_set(self, key, value, allow_overwrite=False):
         if key in self.keys and not allow_overwrite:
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
         self.keys[key] = value
 
-    def blocking_key_value_get(self, key, milliseconds=0):
+    def blocking_key_value_get(self, key, milliseconds):
+        self.waits.append(milliseconds)
+        return self.key_value_try_get(key)
+
+    def key_value_try_get(self, key):
         if key not in self.keys:
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
         return self.keys[key]
-
-    key_value_try_get = blocking_key_value_get
 
 
 @pytest.fixture
@@ -71,4 +73,5 @@ def test_a_rank_that_does_not_answer(service, monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "jzero: SIGTERM: stopping without a checkpoint: process 2 did not answer within 0.3 s\n"
     )
+    assert max(service.waits) <= 300  # milliseconds
     assert preemption._last is None

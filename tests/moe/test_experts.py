@@ -80,7 +80,7 @@ CASES = [  # degrees, axes that divide the experts, axes that divide their inner
     ({"expert": 4}, ("expert",), (), None, BIASED),
     ({"expert": 2, "context": 2, "tensor": 2}, ("expert", "tensor"), (), 0.5, SHAPES),
     ({"expert": 2, "context": 2, "tensor": 2}, ("expert",), ("tensor",), None, BIASED),
-    ({"expert": 8}, ("expert",), (), 0.5, BIASED),  # more devices than rows: all tokens on each
+    ({"expert": 8}, ("expert",), (), 0.5, BIASED),
     ({"tensor": 4}, ("tensor",), (), 0.5, SHAPES),
     ({"tensor": 4}, (), ("tensor",), 0.5, BIASED),
     ({"context": 4}, (), (), 0.5, BIASED),
@@ -90,7 +90,8 @@ CASES = [  # degrees, axes that divide the experts, axes that divide their inner
 @pytest.mark.parametrize(("degrees", "of_experts", "inner", "capacity_factor", "shapes"), keep(CASES, CASES[1:3]))
 def test_groups(degrees, of_experts, inner, capacity_factor, shapes):
     between_layers = {0: ("expert",), 1: ("context", "tensor")}
-    tokens = {} if degrees == {"expert": 8} else {"expert": 0, "context": 1, "tensor": 1}
+    # Where there are more devices than rows, each has all tokens.
+    tokens = {} if ROWS % degrees.get("expert", 1) else {"expert": 0, "context": 1, "tensor": 1}
     weights = [dict.fromkeys(of_experts, 0) | dict.fromkeys(inner, d) for d in (3, 1, 2)]
     dims = [tokens, {}, *weights, {}][: len(shapes)]  # axis -> the dimension that it divides
     forms = [(tuple(of.get(axis) for axis in degrees), 1 < i < 5) for i, of in enumerate(dims)]

@@ -28,7 +28,7 @@ def header(patch):
 
 
 def copy(directory):
-    """Copy what the tests read."""
+    """Copy what the tests read and a mutant may change; link the pages."""
     for name in ("jzero", "models", "tests", "experiments"):
         if (ROOT / name).is_dir():
             ignore = shutil.ignore_patterns("__pycache__", "mutants")

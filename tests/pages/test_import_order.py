@@ -45,7 +45,7 @@ def private_names(tree):
     for node in nodes:
         if isinstance(node, ast.Attribute) and (node.attr.startswith("_") or node.attr in UNSTABLE):
             text = ast.unparse(node)
-            found |= {text} if text.partition(".")[0] in taken else set()
+            found |= {text} if re.fullmatch(r"[\w.]+", text) and text.partition(".")[0] in taken else set()
     return {name for name in found if is_private(name)} - {"os._exit"}  # documented, in spite of its name
 
 

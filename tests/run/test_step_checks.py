@@ -44,7 +44,7 @@ def flip(x, number):
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, copies)
 
 
-def lines(capsys):
+def replica_lines(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if "replicas differ" in line]
 
 
@@ -52,20 +52,20 @@ def test_one_bit_on_one_device(capsys):
     """Of a parameter, a moment and a counter; with two copies there is no majority."""
     engine = build(1, more=EVERY, data=2, zero=2)[0]
     train(engine, *[BATCH] * 5)
-    assert lines(capsys) == []
+    assert replica_lines(capsys) == []
     state, replicas = engine.state, engine._checks._replicas
-    leaves, tree = jax.tree.flatten(state.opt_state)
+    arrays, tree = jax.tree.flatten(state.opt_state)
     names = [name for name in jzero.tree.named(state) if name.startswith("opt_state/")]
     where = next(i for i, name in enumerate(names) if name.endswith("stack/w"))
-    leaves[where] = flip(leaves[where], 1)
-    step, opt_state = flip(state.step, 3), jax.tree.unflatten(tree, leaves)
+    arrays[where] = flip(arrays[where], 1)
+    step, opt_state = flip(state.step, 3), jax.tree.unflatten(tree, arrays)
     changed = jzero.TrainState(step, state.params, opt_state, state.loss_scale, state.rng, names=state.names)
     found = replicas.differing(np.asarray(replicas.sums(changed)))
     assert found == [f"{names[where]} on device 1 (process 0), device 3 (process 0)", "step on device 3 (process 0)"]
     state.params["stack"]["w"] = flip(state.params["stack"]["w"], 2)
     engine._checks.restart()
     train(engine, *[BATCH] * 3)  # the sixth step is compared, and read after the seventh
-    (said,) = lines(capsys)
+    (said,) = replica_lines(capsys)
     assert said.startswith("jzero: step 6: replicas differ: ")
     assert "params/stack/w on device 0 (process 0), device 2 (process 0)" in said
 
@@ -75,14 +75,14 @@ def test_a_save_reports_what_the_last_step_found(tmp_path, capsys):
     train(engine, BATCH)
     engine.state.params["stack"]["w"] = flip(engine.state.params["stack"]["w"], 2)
     train(engine, BATCH)
-    assert lines(capsys) == []
+    assert replica_lines(capsys) == []
     engine.save_checkpoint(tmp_path).wait()
-    (said,) = lines(capsys)
+    (said,) = replica_lines(capsys)
     assert said.startswith("jzero: step 2: replicas differ: ")
     train(engine, BATCH, BATCH)
     engine.load_checkpoint(tmp_path)  # the checksums of step 4 belong to the state that it replaces
     train(engine, BATCH)
-    assert lines(capsys) == []
+    assert replica_lines(capsys) == []
 
 
 @on_gpu
@@ -143,25 +143,25 @@ def test_a_run_that_goes_back_measures_again(monkeypatch):
     assert check._mark[0] == 4
 
 
-ROWS = 8
+SPIKE_ROWS = 8
 # The gradient is proportional to the batch's `slope`; without an update, the loss is too.
-LINE = SimpleNamespace(
+SLOPED = SimpleNamespace(
     init=lambda rng: {"w": np.ones(4, np.float32)},
     loss=lambda params, batch, rng: (batch["slope"] * (params["w"].sum() + 1)).mean(),
 )
 
 
-def batch(slope):
-    return {"slope": np.full(ROWS, slope, np.float32)}
+def sloped(slope):
+    return {"slope": np.full(SPIKE_ROWS, slope, np.float32)}
 
 
 @lru_cache
 def step_of(action):
     config = settings(
-        ROWS, lr=1e-4, spikes={"window": 40, "action": action},
+        SPIKE_ROWS, lr=1e-4, spikes={"window": 40, "action": action},
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-4}},
     )  # fmt: skip
-    return jzero.make_train_step(LINE, config, mesh=mesh(2))
+    return jzero.make_train_step(SLOPED, config, mesh=mesh(2))
 
 
 def engine_of(action):
@@ -175,12 +175,12 @@ SLOPES = 1 + 0.1 * np.random.default_rng(0).normal(size=60)
 def test_a_spike_is_reported_and_skipped(action, capsys):
     engine = engine_of(action)
     for i in range(30):
-        engine.train_batch(batch(10.0 if i == 3 else SLOPES[i]))  # without a limit in the first 20 steps
+        engine.train_batch(sloped(10.0 if i == 3 else SLOPES[i]))  # without a limit in the first 20 steps
     before, lr = jax.device_get(engine.state.params), engine.get_lr()
-    engine.train_batch(batch(10.0))
+    engine.train_batch(sloped(10.0))
     assert np.all(before["w"] == np.asarray(engine.state.params["w"])) == (action == "skip")
     assert (engine.get_lr() == lr) == (action == "skip")
-    engine.train_batch(batch(SLOPES[31]))
+    engine.train_batch(sloped(SLOPES[31]))
     assert np.any(before["w"] != np.asarray(engine.state.params["w"]))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "spike:" in line)
     found = re.match(r"jzero: step 31: spike: loss ([\d.]+) \(limit ([\d.]+), .*, gradient norm 20 \(limit", line)
@@ -197,7 +197,7 @@ def test_a_spike_is_reported_and_skipped(action, capsys):
 def test_a_new_level_becomes_the_median():
     engine, skipped = engine_of("skip"), []
     for i in range(80):
-        engine.train_batch(batch(SLOPES[i % 40] + 3 * (i >= 40)))
+        engine.train_batch(sloped(SLOPES[i % 40] + 3 * (i >= 40)))
         skipped.append(engine.skipped_steps)
     assert 15 <= skipped[69] <= 25  # until half of the window is on the new level
     assert skipped[39] == 0
@@ -207,7 +207,7 @@ def test_a_new_level_becomes_the_median():
 def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
     engine = engine_of("report")
     for i in range(30):
-        engine.train_batch(batch(np.nan if i % 5 == 0 else SLOPES[i]))
+        engine.train_batch(sloped(np.nan if i % 5 == 0 else SLOPES[i]))
     assert "spike:" not in capsys.readouterr().out
     assert np.isfinite(engine._checks._spikes._limits).all()
     assert spike_threshold([2.0] * 30, 6) == pytest.approx(2.12)  # values alike: six times a hundredth of the median

@@ -83,6 +83,7 @@ def test_what_counts(monkeypatch):
 
 
 def test_the_first_run_of_a_program_is_not_steady(monkeypatch):
+    """Nor is one of another shape. What a run waits for is one array, also where the results are a dict."""
     monkeypatch.setattr(heartbeat, "_waiting", deque())
     guard = Guard(jzero.make_mesh(devices=jax.devices()[:1]), jzero.Config(train_batch_size=1), {})
     guard.shared = True

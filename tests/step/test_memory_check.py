@@ -24,7 +24,7 @@ from models.llama import preset
 
 ROWS, LENGTH = 16, 64
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
-CONFIG = settings(ROWS, 1, optimizer=ADAMW, train_micro_batch_size_per_gpu=8, steps_per_print=None)
+CONFIG = settings(ROWS, 1, optimizer=ADAMW, gradient_clipping=1, train_micro_batch_size_per_gpu=8, steps_per_print=None)
 DATA = {name: np.ones((2 * ROWS, LENGTH), np.int32) for name in ("inputs", "labels")}
 BATCH = {name: values[:ROWS] for name, values in DATA.items()}
 

@@ -219,7 +219,13 @@ class Pair:
         made.save_pretrained(self.directory.with_name("gradients"))
         expected = weights.load(self.directory.with_name("gradients"), self.step)
         found, metrics = self.step.gradients(self.step.init(jax.random.key(0), self.params), batch)
-        return max(abs(float(metrics["loss"]) / loss.item() - 1), error_of_gradients(found, expected))
+        return float(np.max([abs(float(metrics["loss"]) / loss.item() - 1), error_of_gradients(found, expected)]))
+
+    def export(self) -> float:
+        auto = transformers.AutoModelForCausalLM if "CausalLM" in self.case.architecture else type(self.theirs)
+        back, batch = auto.from_pretrained(self.exported, attn_implementation="eager"), self.case.batch
+        assert type(back) is type(self.theirs)
+        return error_of(*(torch_logits(one, **as_torch(batch)) for one in (back, self.theirs)), batch)
 
     def generate(self, step=None) -> float:
         """The part of greedy tokens that differ: rows of unequal length, further than windows reach."""
@@ -251,7 +257,7 @@ class Pair:
 
 
 pair = cache(Pair)
-CHECKS = ("logits", "gradients", "generate", "packed")
+CHECKS = ("logits", "gradients", "export", "generate", "packed")
 BY_LENGTH = ("dynamic", "longrope")  # which transformers scales by a document's length, and jzero by the row's
 # The gradient of its tied embedding in float32 is 2.5e-6 from that in float64 here, and jzero's 3.6e-6.
 IN_DOUBLE = ("qwen2",)
@@ -273,7 +279,8 @@ def error_of_gradients(found, expected):
     """The largest difference over the largest gradient; state has none."""
     largest = max(abs(np.asarray(x)).max() for x in jax.tree.leaves(expected))
     pairs = zip(jax.tree.leaves(found, is_leaf=lambda x: x is None), jax.tree.leaves(expected), strict=True)
-    return max(abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs if a is not None) / largest
+    errors = [abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs if a is not None]
+    return float(np.max(errors) / largest)  # NaN, if one is
 
 
 def step_of(config, stage=0, more=None, **axes):

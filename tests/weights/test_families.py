@@ -27,6 +27,7 @@ DEFAULT_CELLS = [
     *product(GRADIENTS, ["gradients"]),
     *product(PACKED, ["packed"]),
     *((name, "logits") for name in DEFAULT if name not in {*GRADIENTS, *PACKED}),
+    ("gpt_oss", "export"),
 ]
 
 
@@ -37,7 +38,6 @@ def test_family(name, check):
 
 @pytest.mark.parametrize("name", keep(hf.CASES, DEFAULT))
 def test_files_go_back_as_they_came(name):
-    """Bit for bit, so transformers computes the same from them; test_export.py and others show that it reads them."""
     made = hf.pair(name)
     hf.assert_same_files(made.directory, made.exported)
     assert config_from_hf(made.exported) == made.config
