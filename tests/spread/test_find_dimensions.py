@@ -228,7 +228,7 @@ MEGATRONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "length", "kinds"), keep(MEGATRONS, MEGATRONS[-1:]))
+@pytest.mark.parametrize(("name", "length", "kinds"), keep(MEGATRONS, MEGATRONS[::3]))
 def test_a_layer_of_fused_weights_moves_as_megatrons(name, length, kinds):
     """Two collectives of an activation of each kind a layer forward, and as many backward; nothing else."""
     found, step = Counter(), of_step(name)
