@@ -29,8 +29,8 @@ from jzero.deepspeed.zero_shards import DeepSpeedState, _add_module, _add_others
 from jzero.run.import_deepspeed import compare_names
 
 # case of make_checkpoints.py, its directory, our stage, devices and pipeline stages; every stage of DeepSpeed's, both
-# kinds of directory, every optimizer and kind of model, frozen parameters, of which a universal checkpoint has parts of
-# every rank, and groups in bf16, whose masters are in files of their own
+# kinds of directory, every optimizer and kind of model, frozen parameters (in a universal checkpoint each rank has a
+# part), and groups in bf16, whose masters are in files of their own
 RUNS = [
     ("mlp-1-bf16", "universal", 3, 2, 1), ("mlp-1-sgd", "ckpt", 0, 1, 1), ("mlp-2-adagrad", "ckpt", 1, 1, 1),
     ("mlp-0-lamb", "ckpt", 0, 1, 1), ("mlp-3-lion", "ckpt", 1, 1, 1), ("mlp-0-muon", "ckpt", 0, 1, 1),

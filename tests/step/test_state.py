@@ -281,7 +281,7 @@ class Deep(nnx.Module):
 
 
 def chain(layers, x, norm=plain_norm):
-    """Compute linear layers, of which some are a `Layer`; return the result, and the parameters with new statistics."""
+    """Compute linear layers, some of them a `Layer`; return the result, and the parameters with new statistics."""
     after = []
     for p in layers:
         if "norm" in p:
