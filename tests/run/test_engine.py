@@ -8,25 +8,10 @@ import pytest
 from helpers import engines
 from helpers.engines import LINE, Net, assert_same, build, config, engine, parts, parts_of, rows, three_calls
 from helpers.refusals import refused, refuses
-from helpers.sampling import keep
 from helpers.steps import mesh
 
 import jzero
 from jzero import events
-
-
-@pytest.mark.parametrize("stage", keep(range(4), [3]))
-def test_three_calls_are_train_batch_bit_for_bit(stage):
-    one, three = engine(stage), engine(stage)
-    for seed in range(3):
-        loss = one.train_batch(iter(parts(seed)))
-        losses = three_calls(three, parts(seed))
-        counts = [p["mask"].sum() for p in parts(seed)]
-        np.testing.assert_allclose(np.average([float(x) for x in losses], weights=counts), loss, rtol=1e-6)
-        assert one.get_global_grad_norm() == three.get_global_grad_norm()
-    assert_same((one.state.params, one.state.opt_state), (three.state.params, three.state.opt_state))
-    for e in (one, three):
-        assert (e.global_steps, e.global_samples, e.micro_steps) == (3, 3 * engines.TRAIN, 3 * engines.ACCUM)
 
 
 def test_no_sync_is_legal_at_stage_3():
@@ -91,7 +76,7 @@ def test_backward_calls_before_a_step_are_summed(accum, calls, more, scale):
 
 def test_the_loss_of_a_micro_batch():
     """Read before its step, by a forward pass of its own, or after it, also when it was just given: the same."""
-    early, late = engine(), engine()
+    early, late, whole = engine(3), engine(3), engine(3)
     values, losses, given = [], [], []
     late.on(events.StepGiven, lambda event: given.extend(float(loss) for loss in losses))
     for micro_batch in parts(0):
@@ -107,7 +92,12 @@ def test_the_loss_of_a_micro_batch():
     assert np.asarray(losses[0]) == losses[0].item()
     assert not hasattr(losses[0], "_a_protocol_of_copies")
     assert len(set(values)) == engines.ACCUM
-    assert_same(early.state.params, late.state.params)
+    weights = [micro_batch["mask"].sum() for micro_batch in parts(0)]
+    np.testing.assert_allclose(np.average(values, weights=weights), whole.train_batch(iter(parts(0))), rtol=1e-6)
+    for one in (early, whole):  # the three calls and train_batch are the same bit for bit
+        assert (one.global_steps, one.global_samples, one.micro_steps) == (1, engines.TRAIN, engines.ACCUM)
+        assert one.get_global_grad_norm() == late.get_global_grad_norm()
+        assert_same((one.state.params, one.state.opt_state), (late.state.params, late.state.opt_state))
 
 
 def test_evaluation():
@@ -180,21 +170,3 @@ def test_what_initialize_refuses():
         ({"modle": None}, "initialize(modle=...): unknown argument"),
     ):
         refused(lambda more=more: jzero.initialize(**given, **more), words)
-
-
-def test_training_data():
-    """Its position moves with the engine's global batches."""
-    e, _, loader, _ = build(model=LINE, training_data=rows(0, 7 * engines.UNIT))
-    assert e.training_dataloader is loader
-    assert len(loader) == 9  # whole global batches of 3 micro-batches
-    e.train_batch()
-    assert loader.position == {"epoch": 0, "samples": engines.TRAIN}
-    e.set_train_batch_size(2 * engines.UNIT)
-    for _ in range(4):
-        e.train_batch()
-    assert loader.position == {"epoch": 1, "samples": 4 * engines.UNIT}  # 3 + 2 x 2 micro-batches, then the next epoch
-    three_calls(e, parts(0, 2))
-    assert (e.global_steps, e.global_samples) == (6, engines.TRAIN + 5 * 2 * engines.UNIT)
-    batch = next(iter(loader))
-    placed = e.step_fn.place_micro_batch(batch)  # what the loader gives is not copied
-    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(batch), strict=True))

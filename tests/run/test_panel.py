@@ -19,9 +19,9 @@ from rich.console import Console
 import jzero
 from jzero.display import live, slow_work
 from jzero.run import panel as panel_module
-from jzero.run.clock import COMPILE, DATA, DEVICE, SCRIPT, START, Clock
+from jzero.run.clock import DATA, DEVICE, SCRIPT, START, Clock
 from jzero.run.panel import Panel, PanelFacts, draw_panel, make_panel
-from jzero.run.speed import CompletedSteps, Ideal, Speed, Totals, between
+from jzero.run.speed import CompletedSteps, Speed, Totals
 from jzero.step.batch import Amount
 
 TESTS = Path(__file__).parents[1]
@@ -52,23 +52,6 @@ def test_the_drawing_of_a_step():
     assert "step 250 ─" in without
     assert r"a\x1b[2J" in without
     assert not [words for words in ("left", "\x1b", "loss scale", "samples") if words in without]
-
-
-def test_speeds_and_the_time_that_is_left():
-    best = Ideal(0.5, Amount(8, 80))
-    first, last = Totals(1, 8, 80, 0, 10.0), Totals(5, 40, 400, 0, 18.0)
-    assert between(first, last, 8.0, best) == Speed(32 / 8, 320 / 8, 2.0, 0.5 * 4 / 8)
-    assert between(first, last._replace(tokens=401), 8.0, best).mfu is None  # batches of other lengths
-    assert between(first, last._replace(tokens=None), 8.0, None) == Speed(4.0, None, 2.0, None)
-    assert between(first, first, 0.0, best) is None
-    finished = CompletedSteps()
-    assert finished.remaining(15) is None
-    finished.number = 5
-    finished.recent.append(first)
-    assert finished.remaining(15) is None  # one step has no speed
-    finished.recent.append(last)
-    assert [finished.remaining(total) for total in (15, None, 3)] == [10 * 8 / 4, None, 0]
-    assert finished.training_speed({START: 100.0, COMPILE: 50.0, DEVICE: 15.0, SCRIPT: 5.0}).step == 20 / 5
 
 
 def test_a_panel_reads_its_run(monkeypatch):
@@ -188,28 +171,6 @@ def test_a_display_that_fails_leaves_the_run_alone(late, panel, capsys, monkeypa
     panel.step()
     assert len(opened) == late
     assert capsys.readouterr().err == "jzero: no panel any more: closed\n"
-
-
-def test_a_terminal_that_closes_gives_the_streams_back(monkeypatch):
-    """A bar that keeps the stream of a display writes past it afterwards."""
-
-    class Closing(io.StringIO):
-        def flush(self):
-            if self.closed:
-                raise OSError("closed")
-
-    errors, terminal = io.StringIO(), Closing()
-    monkeypatch.setattr(sys, "stderr", errors)
-    display = live.Terminal(lambda: "the panel", Console(file=terminal, force_terminal=True, width=80))
-    kept = sys.stderr
-    kept.write("a line that has not ended")
-    terminal.close()
-    with pytest.raises((OSError, ValueError)):
-        display.stop(keep=False)
-    assert sys.stderr is errors
-    assert not display._live.is_started
-    kept.write("\r 50%")
-    assert errors.getvalue() == "\r 50%"
 
 
 def test_where_a_panel_is_shown(monkeypatch):

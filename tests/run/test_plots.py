@@ -105,14 +105,6 @@ def test_a_speed_has_five_steps_or_half_a_second(tmp_path):
     assert speeds(0.5, 0.0, 0.5, 0.1) == [(2, 16.0), (5, pytest.approx(24 / 0.6))]
 
 
-def test_a_step_that_is_not_finite_has_a_mark(tmp_path):
-    records = [*RECORDS[:2], *steps(1, [9.0, "nan", 7.0, "inf"], 1010.0)]
-    found = history.read_all([written(tmp_path / "run", records)])
-    drawn = lines(run_plots.draw_curve(found, "loss", smooth=0.5))
-    assert drawn["run, not finite"][0] == [2, 4]
-    assert list(lines(run_plots.draw_curve(found, "lr"))) == ["run"]
-
-
 def test_bars_of_the_goodput_add_up(runs):
     figure = run_plots.draw_curve(history.read_all(runs), "goodput")
     (axes,) = figure.axes

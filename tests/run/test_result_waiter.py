@@ -4,7 +4,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,20 +72,6 @@ def test_what_fails_ends_nothing(error):
     assert [str(one.message) for one in warned if "step" in str(one.message)] == [words]
     assert found == [1.0]
     assert not waiter.busy()
-
-
-def test_a_step_that_never_ends_is_waited_for_once(monkeypatch):
-    """As after the death of a peer, whose collective never completes."""
-    monkeypatch.setattr(result_waiter, "_limit", lambda: 0.2)
-    waiter, never = ResultWaiter(), Waits(0.0)
-    waiter.give(never, print)
-    waiter.settle()
-    began = time.monotonic()
-    monkeypatch.setattr(result_waiter, "_limit", lambda: 600.0)
-    waiter.settle()
-    waiter.close()
-    assert time.monotonic() - began < 300.0
-    never.there.set()
 
 
 @pytest.mark.parametrize(("processes", "found"), [(1, [4.0]), (2, [])])

@@ -5,7 +5,6 @@ The oracle is the fault that each test plants, and NumPy's median.
 
 import re
 from functools import lru_cache
-from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +15,7 @@ from helpers.cuda import on_gpu
 from helpers.drawn import random_params
 from helpers.engines import UNIT, build, config, printed, rows
 from helpers.planted_faults import put, train
-from helpers.reference import LR, Layout, assert_bitwise, batches, leaves, model
+from helpers.reference import Layout, assert_bitwise, batches, model
 from helpers.sampling import keep
 from helpers.steps import mesh, settings
 
@@ -213,10 +212,6 @@ def test_nothing_is_said_about_steps_that_are_not_finite(capsys):
     assert spike_threshold([2.0] * 30, 6) == pytest.approx(2.12)  # values alike: six times a hundredth of the median
 
 
-WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 100, "warmup_type": "linear"}}
-SCALED = {"enabled": True, "initial_scale_power": 3, "hysteresis": 2}
-
-
 def mlp():
     return random_params(model("mlp"))
 
@@ -224,28 +219,6 @@ def mlp():
 def spoiled(batch):
     images, labels = batch
     return put(images.copy(), (-1, 0), np.nan), labels  # one pixel of one row of the last replica
-
-
-@pytest.mark.parametrize(("precision", "stage"), keep(product(["fp32", "bf16", "fp16"], [0, 3]), [("fp16", 3)]))
-def test_a_step_that_is_not_finite_changes_nothing(precision, stage):
-    layout = Layout(stage, 4, 2, precision=precision)
-    config = layout.config(scheduler=WARMUP, **({"fp16": SCALED} if precision == "fp16" else {}))
-    step, data = jzero.make_train_step(model("mlp"), config, mesh=layout.mesh), batches("mlp")
-    state, seen = step.init(jax.random.key(0), mlp()), []
-    for i in range(6):
-        bad, before = i in (2, 3), jax.device_get((state.params, state.opt_state))
-        state, metrics = step(state, spoiled(data[i]) if bad else data[i])
-        if bad:
-            assert_bitwise(before, (state.params, state.opt_state))
-            assert not np.isfinite(metrics["loss"])
-        seen.append([float(metrics[name]) for name in ("skipped", "lr", "loss_scale")])
-    skipped, rates, scales = map(list, zip(*seen, strict=True))
-    assert skipped == [0, 0, 1, 1, 0, 0]
-    assert int(state.loss_scale.skipped) == 2
-    assert rates[2] == rates[3] == rates[4] < rates[5]  # the schedule counts the steps that were applied
-    # The first overflow is tolerated (hysteresis 2), the second halves.
-    assert scales == ([8, 8, 8, 8, 4, 4] if precision == "fp16" else [1] * 6)
-    assert all(np.isfinite(x).all() for x in leaves(state.params))
 
 
 def test_without_the_overflow_check_bf16_takes_what_comes():
