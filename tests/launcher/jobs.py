@@ -139,7 +139,7 @@ rank, what = os.environ["RANK"], sys.argv[2] if len(sys.argv) > 2 else ""
 wait = [sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[-1]]
 if "show" in what:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR"]
-    print(json.dumps([sys.argv[1:-1], {name: os.environ[name] for name in names}, os.environ.get("SEEN")]))
+    print(json.dumps([sys.argv[1:-1], {name: os.environ[name] for name in names}, os.environ.get("SEEN_KEY")]))
 if "lines" in what:
     for i in range(3000):
         print(f"{rank}:{i}")

@@ -58,16 +58,6 @@ def test_ssh(here):
         assert line_of(command) == ["exec", *local]
 
 
-def test_venv_script(here):
-    for script in ("my venv/activate", "/opt/a'b"):
-        words = ["--platform", "cpu", "--venv_script", script, "train.py"]
-        sourced = [".", os.path.join(os.getcwd(), script), "&&", "exec", sys.executable]
-        ((bash, c, line),) = here.dry(*words)["commands"]
-        (command,) = here.dry("--force_multi", *words)["commands"]
-        assert (bash, c, command[0]) == ("bash", "-c", "ssh")
-        assert line_of([line])[:5] == line_of(command)[:5] == sourced
-
-
 def test_mpirun(here, monkeypatch):
     """It replaces this process, and passes variables on by name: others can read a command line."""
     ran = []

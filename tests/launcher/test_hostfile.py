@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jzero.distributed.place import find_place, get_local_rank, get_rank, get_world_size, log_dist, slurm_hosts
 from jzero.errors import ConfigError
-from jzero.launcher.hostfile import devices_here, parse_filter, read_hostfile, select_hosts, visible_devices
+from jzero.launcher.hostfile import parse_filter, read_hostfile, select_hosts
 
 # Labels with dots between them; `st.from_regex` takes most of the time of these tests.
 labels = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=4)
@@ -95,15 +95,6 @@ def test_filters_choose_as_deepspeed_does(option, slots, data):
         assert list(select_hosts(hosts, **{option: "@".join(parts)}).items()) == list(expected.items())
     else:
         refused(select_hosts, hosts, **{option: "@".join(parts)})
-
-
-def test_visible():
-    for text, ids in {
-        " 3,1 , ": [3, 1], "GPU-8a1f,MIG-3c,5": ["GPU-8a1f", "MIG-3c", 5], "1,-1,2": [1], "": [], "NoDevFiles": [],
-    }.items():  # fmt: skip
-        assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == ids
-        assert devices_here({"CUDA_VISIBLE_DEVICES": text}) == ids
-    assert visible_devices({}) is None
 
 
 def test_place(pytestconfig):

@@ -68,6 +68,7 @@ tried("shape", lambda: one.eval_batch(rows(4 * (1 + rank))))
 tried("good", lambda: float(one.train_batch(rows(4))) == float(one.train_batch(rows(4))))
 tried("mine", lambda: float(one.train_batch(rows(2))) > 0)
 tried("size", lambda: one.train_batch(rows(3)))
+tried("end", lambda: one.train_batch(iter([rows(4)] * (1 - rank))))
 tried("predict", lambda: one.predict(rows(3 + rank)[0]))  # both are padded to 4 rows
 evaluate = jzero.make_eval_step(one.step_fn.model, lambda model, batch: batch[1], one.config)
 tried("evaluate", lambda: evaluate(one.state, (rows(4)[0], np.zeros(4, ["int32", "float32"][rank]))))
@@ -106,6 +107,7 @@ def test_processes_that_differ(different):
         "predict": 'the processes differ in call: "predictions of 3 rows" on rank 0; "predictions of 4 rows" on rank 1',
         "evaluate": 'the processes differ in batch.0/1: "int32[4]" on rank 0; "float32[4]" on rank 1',
         "size": "its leading dimension must be 4, or 2 on this process",
+        "end": "the iterator of process 1 ended after 0 of 1 micro-batches",
     }
     for texts in told:
         assert {name: words for name, words in expected.items() if words not in texts[name]} == {}, texts
@@ -113,24 +115,6 @@ def test_processes_that_differ(different):
     assert "parameters.kernel" in job.output
     assert "the first batch: process 1: KeyError: 'has a 6'" in told[0]["key"]
     assert told[1]["key"] == "KeyError('has a 6')"
-
-
-@pytest.mark.slow
-def test_micro_batches_of_two_processes(start):
-    """Each process passes its own rows; the data of one end."""
-    program = """
-x, y = np.arange(64.0, dtype="float32").reshape(8, 8) / 64, np.arange(8, dtype="int32") % 2
-one = engine(batch=8, gradient_accumulation_steps=2)
-whole, mine = float(one.eval_batch((x, y))), [(x[i : i + 2], y[i : i + 2]) for i in (2 * rank, 4 + 2 * rank)]
-tried("own", lambda: abs(float(one.eval_batch(iter(mine))) / whole - 1) < 1e-6)
-data = iter([rows(4)] * (4 if rank == 0 else 3))
-tried("first", lambda: float(one.train_batch(data)) > 0)
-tried("second", lambda: one.train_batch(data))
-"""
-    job = start(*CPU, 2, "worker.py", program=HEAD + TRIED + program, env=QUICK).ended()
-    for texts in said(job):
-        assert "the iterator of process 1 ended after 1 of 2 micro-batches" in texts.pop("second")
-        assert texts == {"own": "True", "first": "True"}
 
 
 @pytest.mark.slow
@@ -171,7 +155,6 @@ from flax import nnx
 import jzero
 
 jzero.init_distributed()  # before a helper that uses JAX
-from helpers.loaders import Rows, data
 from helpers.named_models import model_of
 from helpers.plain_flax import Normed, cross_entropy
 from helpers.steps import settings
@@ -236,22 +219,6 @@ def outside(devices):
         engine.step()
         found.append({"loss": loss.item(), **{str(i): float(v) for i, v in enumerate(whole.ravel())}})
     return found
-
-
-def loaded(devices=None):
-    """Losses past the end of an epoch, and the rows that this process has read."""
-    losses, source = [], Rows(50)
-    for training_data in (source, data("function", 50)):
-        config = settings(16, 3, accum=2, optimizer={"type": "Adam", "params": {"lr": 1e-2}})
-        loss = lambda model, batch: ((model(batch["y"])[:, 0] - batch["x"]) ** 2).mean()
-        model = jzero.from_flax(lambda rngs: nnx.Linear(2, 2, rngs=rngs), loss)
-        mesh = jzero.make_mesh(devices=devices)
-        engine, _, loader, _ = jzero.initialize(model=model, config=config, mesh=mesh, training_data=training_data)
-        losses += [float(engine.train_batch()) for _ in range(5)]
-        loader.seek({"epoch": 0, "samples": 32})
-        losses += [float(engine.train_batch()) for _ in range(3)]
-        assert loader.position == {"epoch": 1, "samples": 16}, loader
-    return losses, len(source.read)
 '''
 
 
@@ -261,18 +228,12 @@ def test_two_processes_compute_what_one_does(start, tmp_path):
     exec(PROGRAM, space)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(space["PARAMS"], nnx.state(space["Normed"](nnx.Rngs(3))))
-    expected, (losses, read) = space["train"](jax.devices()[:2]), space["loaded"](jax.devices()[:2])
-    last = "found = train(), loaded()\njzero.log_dist(json.dumps(found), ranks=[-1])"
+    expected, last = space["train"](jax.devices()[:2]), "jzero.log_dist(json.dumps(train()), ranks=[-1])"
     job = start(*CPU, 2, "worker.py", program=f"PARAMS = 'params'\n{PROGRAM}\n{last}\n", env=QUICK).ended()
-    lines = re.findall(r"^\[\d\] (\[\[\{.*)$", job.output, re.M)
+    lines = re.findall(r"^\[\d\] (\[\{.*)$", job.output, re.M)
     assert len(lines) == 2
-    assert len(set(losses)) == len(losses)
-    assert read >= 16 * 8
     for line in lines:
-        trained, (mine, own) = json.loads(line)
-        np.testing.assert_allclose(mine, losses, rtol=1e-6)
-        assert 8 * 8 <= own <= 8 * 8 + 40  # half, and what was read ahead
-        for mine, plain in zip(trained, expected, strict=True):
+        for mine, plain in zip(json.loads(line), expected, strict=True):
             assert mine.keys() == plain.keys()
             np.testing.assert_allclose(list(mine.values()), list(plain.values()), rtol=1e-5, atol=1e-7)
 

@@ -44,7 +44,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_a_job_that_succeeds(start, worker, tmp_path):
     """Arguments and environment arrive, the output is whole, and a detached child ends with the job."""
     what, logs = "show lines hidden", tmp_path / "logs"
-    done = start(*CPU, 2, "--enable_each_rank_log", logs, "--export", "SEEN=a b;$c", worker, what, *NASTY).ended()
+    done = start(*CPU, 2, "--enable_each_rank_log", logs, "--export", "SEEN_KEY=a b;$c", worker, what, *NASTY).ended()
     done.gone(2)
     for rank in "01":
         first, *lines = [line[4:] for line in done.output.splitlines() if line.startswith(f"[{rank}] ")]

@@ -1,13 +1,11 @@
 """The profiles of a run: its trace, device line and tables; and without a run, kernels, parts and collectives."""
 
 import re
-from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers.engines import ACCUM, FEATURES, REPLICAS, build, rows
 
-import jzero
 from jzero.config.observed import ProfilerConfig
 from jzero.planner.collectives import Collective, Collectives
 from jzero.profiling import device_times, profiles
@@ -139,27 +137,6 @@ def test_kernels_add_up(kernels, parts, hidden):
     found = device_times.device_times(reversed(kernels), PARTS)
     assert found.parts == pytest.approx(parts)
     assert found.hidden == pytest.approx(hidden)
-
-
-def test_the_parts_of_a_program():
-    """A layer has one product in the forward pass and two in the backward pass, the first layer one."""
-    config = {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "gradient_clipping": 0}
-    chain = SimpleNamespace(
-        init=lambda rng: {name: 0.1 * jax.random.normal(rng, (8, 8)) for name in "uvw"},
-        loss=lambda params, batch, rng: ((batch @ params["u"] @ params["v"] @ params["w"]) ** 2).mean(),
-    )
-    step = jzero.make_train_step(chain, config, mesh=jzero.make_mesh(devices=jax.devices()[:2]))
-    text = step.lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
-    found = device_times.parts_of_instructions(text)
-
-    def parts(operation):
-        names = re.findall(rf"^\s*(?:ROOT )?%?([\w.\-]+) = .*? (?:{operation})\(", text, re.MULTILINE)
-        return [found[name] for name in names]
-
-    dots = parts("dot")
-    assert (dots.count(FORWARD), dots.count(BACKWARD)) == (3, 5)
-    assert UPDATE in dots  # Muon's
-    assert set(parts("all-reduce|all-gather")) == {COLLECTIVES}
 
 
 def test_a_profile_that_fails_says_why(tmp_path, monkeypatch):
