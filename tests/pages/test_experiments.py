@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.cuda import on_gpu
 from helpers.sampling import some
 from helpers.stored_cases import check_cases
 
@@ -97,17 +96,6 @@ def test_tokens_of_jsonl(options, tmp_path, capsys):
     assert f"vocabulary {options[1] if options else 257}\n4 documents, " in capsys.readouterr().out
     assert json.loads((tmp_path / "tokens.npy.json").read_text())["documents"] == 4
     assert (tmp_path / "tokenizer.json").exists() == bool(options)
-
-
-@pytest.mark.slow
-@on_gpu
-def test_pretrain_plans(run_pretrain):
-    printed = run_pretrain("--plan 8 --override mesh.pipe=2 --override gradient_accumulation_steps=2")
-    assert "8 x NVIDIA H100" in printed
-    assert "attention kernel cudnn" in printed
-    assert re.search(r"collective-permute +bf16 .* pipe ", printed)
-    assert re.search(r"reduce-scatter +bf16 .* zero ", printed)
-    assert re.search(r"fits: \S+ \w+ is \d+% of the 59.3 GiB that XLA preallocates", printed)
 
 
 @pytest.mark.slow
@@ -208,21 +196,3 @@ def test_an_example_learns(program, steps, first, last, least, said, tmp_path, c
     assert found > least
     assert said.format(found) in capsys.readouterr().out
     assert (tmp_path / "curves.png").read_bytes().startswith(PICTURE)
-
-
-@pytest.mark.slow
-def test_images_of_a_directory(tmp_path):
-    """A subdirectory for each class; the smallest value of a pixel becomes -1, the largest 1."""
-    pytest.importorskip("datasets")
-    image = pytest.importorskip("PIL.Image")
-    colors = {"blue": (0, 0, 255), "red": (255, 0, 0)}
-    for name, color in colors.items():
-        (tmp_path / "data" / name).mkdir(parents=True)
-        for i in range(10):
-            image.new("RGB", (20, 10), color).save(tmp_path / "data" / name / f"{i}.png")
-    train, test = images.read_images(str(tmp_path / "data"), size=8)
-    assert (len(train), len(test), train.classes) == (18, 2, 2)
-    rows = train.rows(np.arange(18))
-    assert rows["images"].shape == (18, 8, 8, 3)
-    expected = np.array(list(colors.values()))[rows["labels"]] / 127.5 - 1
-    np.testing.assert_allclose(rows["images"], np.broadcast_to(expected[:, None, None], rows["images"].shape))

@@ -8,7 +8,7 @@ import jax
 import pytest
 from helpers.sampling import keep, some
 
-from experiments.benchmarks import first, gpu, lora, mixtures
+from experiments.benchmarks import first, gpu, mixtures
 
 ROWS = [(first, name, runner) for name in first.CASES for runner in ("jzero", "flax", "torch")]
 ROWS += [(mixtures, name, runner) for name in mixtures.CASES for runner in ("jzero", "torch")]
@@ -47,13 +47,6 @@ def test_plain_flax_multiplies_in_bfloat16(name):
 
 
 @pytest.mark.slow
-def test_the_command():
-    found = first.line("unet", "jzero", ["--tiny"], 300)
-    assert found["runner"] == "jzero"
-    assert found["losses"][1] < found["losses"][0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", mixtures.CASES)
 def test_pytorch_has_the_same_parameters(case):
     torch = pytest.importorskip("torch")
@@ -63,28 +56,3 @@ def test_pytorch_has_the_same_parameters(case):
     with torch.device("meta"):
         found = sum(x.numel() for x in Decoder(shape, padded=False).parameters())
     assert found == shape.num_parameters
-
-
-DTYPES = {
-    "nf4": {"uint8", "int8", "bfloat16", "float32"}, "int8": {"int8", "bfloat16", "float32"},
-    "none": {"bfloat16", "float32"}, "torch": None,
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantized", DTYPES)
-def test_adapters_train(quantized, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "WARM_UP", 0)
-    options = ["--preset", "tiny", "--sequence", "32"]
-    if quantized == "torch":
-        pytest.importorskip("torch").set_num_threads(1)
-        from experiments.benchmarks import lora_torch
-
-        lora_torch.main([*options, "--remat", "full"])
-    else:
-        lora.main([*options, "--micro-batch", "2", "--quantized", quantized, "--scan"])
-    found = json.loads(capsys.readouterr().out)
-    losses = list(found["losses"].values())
-    assert losses[-1] < losses[0] - 0.1
-    if DTYPES[quantized]:
-        assert set(found["params_gib"]) == DTYPES[quantized]
