@@ -154,21 +154,6 @@ def test_the_loaded_nccl(tmp_path, monkeypatch):
     assert opened == [path]
 
 
-def test_another_wheel_of_the_same_version(monkeypatch):
-    """A process that has loaded the library of the wrong CUDA is told, although the versions are equal."""
-    both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.28.9", "nvidia-nccl-cu13": "2.28.9"}
-    monkeypatch.setattr(machine, "installed_wheels", lambda: both)
-    monkeypatch.setattr(machine, "loaded_nccl", lambda: ("/x/libnccl.so.2", "2.28.9"))
-    for wheel in ("", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        monkeypatch.setattr(machine, "wheel_of", {"/x/libnccl.so.2": wheel}.get)
-        found = machine.process_faults({}, 1)
-        assert len(found) == (wheel == "nvidia-nccl-cu13"), wheel
-    assert "NCCL 2.28.9 (nvidia-nccl-cu13) is loaded from /x/libnccl.so.2, but nvidia-nccl-cu12 2.28.9" in found[0]
-    for loaded, installed, fault in (("2.28.9", "2.27.3", True), ("2.27.3", "2.27.3.1", False), ("2.1.0", None, False)):
-        names = {"jax-cuda12-plugin": "0.11.2"} | ({"nvidia-nccl-cu12": installed} if installed else {})
-        assert bool(machine.nccl_fault("/x/libnccl.so.2", loaded, names)) == fault
-
-
 def test_devices_that_are_not_the_visible_ones(pytestconfig):
     def outcome(case):
         there = [SimpleNamespace(platform=name) for name in case["devices"]]
@@ -200,6 +185,14 @@ def test_wheels_that_overwrite_each_other(tmp_path, monkeypatch):
     hello["versions"] = {"jaxlib": "1", "jax-cuda12-plugin": "1", "nccl": hello["versions"]["nccl"]}
     (fault,) = weak_points(hello)
     assert f"NCCL 2.30.7 (nvidia-nccl-cu13) is loaded from {path}, but nvidia-nccl-cu12 belongs to jax-cuda12" in fault
+    # A process that has loaded it is told too; the versions alone are equal.
+    both = {"jax-cuda12-plugin": "0.11.2", "nvidia-nccl-cu12": "2.30.7", "nvidia-nccl-cu13": "2.30.7"}
+    monkeypatch.setattr(machine, "installed_wheels", lambda: both)
+    monkeypatch.setattr(machine, "loaded_nccl", lambda: (str(path), "2.30.7"))
+    (fault,) = machine.process_faults({}, 1)
+    assert f"NCCL 2.30.7 (nvidia-nccl-cu13) is loaded from {path}, but nvidia-nccl-cu12 2.30.7 belongs" in fault
+    for loaded, installed, found in (("2.28.9", "2.27.3", True), ("2.27.3", "2.27.3.1", False), ("2.1.0", "", False)):
+        assert bool(machine.nccl_fault("x", loaded, both | {"nvidia-nccl-cu12": installed})) == found
     hello["versions"] |= {"nccl": "2.30.7 (nvidia-nccl-cu12)"}
     assert weak_points(hello) == []
     sizes.clear()

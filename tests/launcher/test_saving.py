@@ -227,15 +227,12 @@ engine = runs.build(layout)
 engine.train_batch(runs.batch(0))
 tried("tag", lambda: engine.save_checkpoint(directory, tag=f"tag{rank}"))
 tried("directory", lambda: engine.save_checkpoint(directory + "x" * rank))
-tried("json", lambda: engine.save_checkpoint(directory, client_state={"x": object() if rank else 1}))
 tried("place", lambda: engine.save_checkpoint("/proc/none"))
 tried("nothing", lambda: engine.load_checkpoint(directory))
 tried("home", lambda: runs.build(layout, resume=__file__ if rank else directory))
 tried("theirs", lambda: engine.save_checkpoint(directory, tag="theirs"))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 tried("client", lambda: engine.save_checkpoint(directory, client_state=5 if rank else None))
-tried("keys", lambda: engine.save_checkpoint(directory, client_state={"best": {1: 0.5}}))
-tried("absent", lambda: engine.load_checkpoint(directory, tag="bad"))
 tried("tags", lambda: engine.load_checkpoint(directory, tag="good" if rank else None))
 tried("resumes", lambda: runs.build(layout, resume=directory if rank else None))
 for n in range(2):
@@ -257,14 +254,11 @@ tried("again", lambda: float(engine.train_batch(runs.batch(1))) > 0)
 MESSAGES = {
     "tag": "tag must be the same on all processes; it is 'tag0' on rank 0, 'tag1' on rank 1",
     "directory": "directory must be the same on all processes",
-    "json": "ConfigError: client_state is not JSON",
     "place": "CheckpointError: checkpoint /proc/none/global_step1 cannot be written",
     "home": "worker.py is not a writable directory; name a directory that can be written",
     "theirs": "theirs.saving exists and is not a jzero checkpoint",
     "nothing": "has no default checkpoint",
     "client": "ConfigError: client_state is not JSON: 5 is not a dictionary",
-    "keys": "the key 1 would be read back as a string",
-    "absent": "bad does not exist",
     "tags": 'the processes differ in tag: null on rank 0; "good" on rank 1',
     "resumes": "initialize: the processes differ in resume: null on rank 0",
     "hosts": "a differs between hosts: all hosts must share the directory",
@@ -283,7 +277,6 @@ def test_mistakes_are_errors_on_all_ranks(job, tmp_path):
         for name, words in MESSAGES.items():
             assert words in texts.get(name, words if name == "alone" and rank else "")
         assert "ConfigError: " in texts["nothing"]
-        assert "ConfigError: checkpoint " in texts["absent"]
         assert [texts[name] for name in ("good", "nested", "again")] == [f"{tmp_path}/runs/good", "[0, 1]", "True"]
 
 

@@ -17,7 +17,6 @@ from helpers.regression import CONFIG, Regression
 
 import jzero
 from jzero import events
-from jzero.config.observed import FilesConfig
 from jzero.run import monitors
 
 LOSS = "Train/Samples/train_loss"
@@ -112,26 +111,6 @@ def test_a_monitor_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="csv_monitor: no more curves from this run: OSError: No space left"):
         train(steps=3, **sections)[0]._observers.close()  # it waits for the thread that writes
     assert len((tmp_path / "lines/run/metrics.jsonl").read_text().splitlines()) == 4
-
-
-def test_the_curves_stay_where_they_began(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    curves = monitors.CsvFiles(FilesConfig(enabled=True, output_path="here", job_name="run"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    curves.write({LOSS: 2.0}, 16, 2)
-    assert read_csv(tmp_path / "here" / "run") == {LOSS: [(16, 2.0)]}
-    curves.close()
-    with pytest.raises(ValueError, match="closed file"):
-        curves.write({LOSS: 3.0}, 24, 3)
-
-
-@pytest.mark.slow
-def test_tensorboard_itself(tmp_path):
-    board = monitors.TensorBoard(FilesConfig(enabled=True, output_path=str(tmp_path), job_name=""))
-    board.write({LOSS: 2.0}, 16, 2)
-    board.close()
-    assert b"train_loss" in next(tmp_path.iterdir()).read_bytes()
 
 
 def test_a_step_is_written_once_it_has_ended_and_a_resumed_run_continues(tmp_path):

@@ -5,10 +5,8 @@ import re
 import time
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen, nnx
 from golden import snapshots
 from helpers.configs import TUTORIAL_ZERO3
 from helpers.engines import LINE, Net, build, config, rows
@@ -88,19 +86,6 @@ def test_the_stored_report(name, pytestconfig):
     assert text.isascii()
     assert max(map(len, lines)) <= 100
     assert not re.search(r"[ \t]$", text, re.M)
-
-
-def test_every_flax_wrapper_forwards_the_models_notes():
-    def notes(self, dtype):
-        return [f"computes in {dtype}"]
-
-    plain, flat = (type("Noting", (layer,), {"report_notes": notes}) for layer in (nnx.Linear, linen.Dense))
-    loss = lambda module, batch: jnp.mean(module(batch) ** 2)  # noqa: E731
-    for model in (
-        jzero.from_flax(lambda rngs: plain(8, 8, rngs=rngs), loss),
-        jzero.from_flax(flat(8), loss, example_batch=jnp.zeros((4, 8))),
-    ):
-        assert "computes in bfloat16" in report_of(model)[1]
 
 
 @pytest.fixture
