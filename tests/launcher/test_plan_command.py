@@ -21,7 +21,6 @@ from helpers.stored_cases import check_cases
 from jzero import cli, make_train_step
 from jzero.planner import gpus, named_models, plan_command, plan_facts
 from jzero.planner.memory import CUDA_ROOM, NCCL_ROOM
-from jzero.planner.plan_display import PlanSection, section_text
 from jzero.planner.state_bytes import state_bytes
 from jzero.recipes.recipe_table import load_recipes
 from models import named as published
@@ -188,7 +187,6 @@ def test_a_preset_says_what_it_is_and_its_fields_change():
     said = "llama:8b has the layers of llama3-8b, and a vocabulary of 32,000 instead of 128,256"
     assert named_models.about("llama:8b") == said
     assert named_models.about("llama:8b", ["vocab_size=128256"]) == named_models.about("qwen3-8b") == ""
-    assert section_text(PlanSection("", note="warning: slow")) == "warning: slow"  # of a section without rows
     for name, field, text, value in (
         ("llama:8b", "rope_theta", "1000000", 1e6),
         ("llama:8b", "family", "123", "123"),

@@ -273,7 +273,7 @@ def test_one_device_computes_the_same(start, layout, rows):
 
 
 NON_FINITE = """
-import jax, numpy as np
+import numpy as np
 import jzero
 from helpers.planted_faults import Net, config, rows
 from jzero.loss_scale import NonFiniteError
@@ -282,30 +282,22 @@ engine = jzero.initialize(model=Net(), config=config(0, gradient_accumulation_st
 engine.train_batch(rows(0, 8))
 bad = rows(1, 8)
 bad["x"][6] = np.nan  # of process 1: its rows are 4 to 7, and its second micro-batch is 6 and 7
-for batch in (bad, rows(0, 8)):
-    engine.train_batch(batch)
-    try:
-        engine.train_batch(rows(2, 8))
-    except NonFiniteError as error:
-        jzero.log_dist("found " + str(error).replace(chr(10), "; "), ranks=[-1])
-    w = engine.state.params["stack"]["w"]
-    part = np.array(w.addressable_shards[0].data)
-    part[1] = np.nan if jax.process_index() == 1 else part[1]
-    copies = [jax.device_put(part, w.addressable_shards[0].device)]
-    engine.state.params["stack"]["w"] = jax.make_array_from_single_device_arrays(w.shape, w.sharding, copies)
+engine.train_batch(bad)
+try:
+    engine.train_batch(rows(2, 8))
+except NonFiniteError as error:
+    jzero.log_dist("found " + str(error).replace(chr(10), "; "), ranks=[-1])
 """
 
 
 @pytest.mark.slow
-def test_both_processes_name_the_row_and_the_process(start, tmp_path):
+def test_both_processes_name_the_row(start, tmp_path):
     job = start(*CPU, 2, "worker.py", program=NON_FINITE, env=QUICK).ended()
     found = [re.findall(rf"^\[{rank}\] found (.*)$", job.output, re.M) for rank in (0, 1)]
     assert found[0] == found[1], job.output
-    row, copy = found[0]
+    (row,) = found[0]
     assert "first in the forward pass: the prefix" in row
     assert "in micro-batch 1 of 2, on replica 1: row 6 of the global batch" in row
-    assert "parameter stack/w, layer 1, is not finite on device 1 (process 1); the same part is" in copy
-    assert "finite on device 0 (process 0)" in copy
     assert (tmp_path / "saved" / "step2" / "README.md").exists()
 
 

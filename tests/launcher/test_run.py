@@ -81,6 +81,17 @@ def test_kill_the_command(start, worker):
     job.gone(10 - job.took())
 
 
+@pytest.mark.slow
+def test_a_command_that_is_stopped(start, worker):
+    job = start(*CPU, 2, worker).until(("ready", 2))
+    job.kill(job.process.pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: set(job.processes()) == {job.process.pid}, 20, lambda: str(job.processes()))
+    finally:
+        os.kill(job.process.pid, signal.SIGCONT)
+    assert job.wait(10) != 0
+
+
 HIDDEN = [("agent", "STOP"), ("agent", "KILL"), ("guard", "KILL"), ("agent and guard", "STOP")]
 
 

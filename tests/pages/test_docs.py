@@ -221,12 +221,6 @@ def test_how_to_install_an_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(jzero.errors, "__file__", str(tmp_path / "site-packages" / "jzero" / "errors.py"))
     assert install_command("plot") == "pip install 'matplotlib>=3.9'"
 
-    def absent(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", absent)
-    assert install_command("plot") == "pip install -e 'CLONE[plot]'"
-
 
 def test_no_text_names_jzero_as_if_an_index_had_it():
     places = [README, CHINESE, ROOT / "pyproject.toml"]

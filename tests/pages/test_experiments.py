@@ -87,17 +87,6 @@ def test_pretrain_on_the_library(run_pretrain):
     assert [float(loss) for _, loss in LOSS.findall(printed)] == [pytest.approx(np.log(256), abs=0.1)]
 
 
-@pytest.mark.parametrize("options", [[], ["--bpe", "260"]])
-def test_tokens_of_jsonl(options, tmp_path, capsys):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"né {i}\n"}) + "\n" for i in range(3)))
-    (tmp_path / "b.txt").write_text("b")
-    tokens.main([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt"), "--out", str(tmp_path), *options])
-    assert f"vocabulary {options[1] if options else 257}\n4 documents, " in capsys.readouterr().out
-    assert json.loads((tmp_path / "tokens.npy.json").read_text())["documents"] == 4
-    assert (tmp_path / "tokenizer.json").exists() == bool(options)
-
-
 @pytest.mark.slow
 def test_quickstart_leaves_its_files(tmp_path, capsys):
     out = tmp_path / "run"

@@ -101,16 +101,3 @@ def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     run(command, "finetune", "llama:tiny", "sums.jsonl", "--steps", "2", "--evaluations", "1", cwd=tmp_path)
     assert {path.name for path in (tmp_path / "finetuned/model").iterdir()} >= {"model.safetensors", "config.json"}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_import_takes_hardly_longer_than_that_of_its_libraries():
-    """At most 1.5 times `import jax, flax, optax`: the shorter of three each, in turn.
-
-    jzero's names import their modules on first use.
-    """
-    code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
-    commands = [(sys.executable, "-c", code.format(what)) for what in ("jax, flax, optax", "jzero")]
-    times = [[float(run(*command, cwd=ROOT)) for _ in range(3)] for command in commands]
-    assert min(times[1]) <= 1.5 * min(times[0]), times

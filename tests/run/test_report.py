@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import time
 
 import jax
 import optax
@@ -104,14 +103,10 @@ def ran():
 
 
 @pytest.mark.slow
-def test_an_engine_knows_its_time_and_the_page_shows_it(cpus, ran, tmp_path):
+def test_the_page_shows_what_was_measured(cpus, ran, tmp_path):
     pytest.importorskip("matplotlib")
-    walls = []
-    for _ in range(12):
-        start = time.perf_counter()
+    for _ in range(2):
         float(ran.train_batch(rows(0)))
-        walls.append(time.perf_counter() - start)
-    assert min(walls) / 2 < ran.seconds_per_step() < 2 * max(walls)
     assert jzero.report(ran, html=tmp_path / "run.html").startswith("jzero run report")
     page = (tmp_path / "run.html").read_text()
     assert "Planned and measured" in page
