@@ -25,19 +25,6 @@ def refused(call, *arguments, **keywords):
     return error.value.problems
 
 
-def test_what_a_hostfile_and_a_filter_name(tmp_path, pytestconfig):
-    """What is named twice counts once, as in DeepSpeed; scripts that build their filters rely on it."""
-    path = tmp_path / "hosts"
-
-    def outcome(case):
-        if isinstance(case, dict):
-            return parse_filter(case["filter"], "--include")
-        path.write_text(case)
-        return [[*item] for item in read_hostfile(path).items()]
-
-    check_cases(Path(__file__).with_name("hostfiles.jsonl"), outcome, pytestconfig)
-
-
 HOSTS = {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0, 1, 2, 3]}
 
 

@@ -231,6 +231,7 @@ tried("nothing", lambda: engine.load_checkpoint(directory))
 tried("home", lambda: runs.build(layout, resume=__file__ if rank else directory))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 tried("client", lambda: engine.save_checkpoint(directory, client_state=5 if rank else None))
+tried("keys", lambda: engine.save_checkpoint(directory, client_state={"best": {1: 0.5}}))
 tried("tags", lambda: engine.load_checkpoint(directory, tag="good" if rank else None))
 tried("resumes", lambda: runs.build(layout, resume=directory if rank else None))
 for n in range(2):
@@ -255,6 +256,7 @@ MESSAGES = {
     "home": "worker.py is not a writable directory; name a directory that can be written",
     "nothing": "has no default checkpoint",
     "client": "ConfigError: client_state is not JSON: 5 is not a dictionary",
+    "keys": "the key 1 would be read back as a string",
     "tags": 'the processes differ in tag: null on rank 0; "good" on rank 1',
     "resumes": "initialize: the processes differ in resume: null on rank 0",
     "hosts": "a differs between hosts: all hosts must share the directory",
