@@ -170,3 +170,10 @@ def test_what_initialize_refuses():
         ({"modle": None}, "initialize(modle=...): unknown argument"),
     ):
         refused(lambda more=more: jzero.initialize(**given, **more), words)
+
+
+def test_a_micro_batch_of_the_loader_is_not_copied():
+    engine, _, loader, _ = build(model=LINE, training_data=rows(0))
+    batch = next(iter(loader))
+    placed = engine.step_fn.place_micro_batch(batch)
+    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(batch), strict=True))
