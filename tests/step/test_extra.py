@@ -169,13 +169,16 @@ def test_a_contrastive_loss_sees_the_global_batch():
 
 def test_a_contrastive_loss_with_a_factor_after_a_pipeline():
     def loss(out, labels, extra):
-        return extra * contrastive(normed(out), normed(labels), jzero.axis_index(), jzero.all_gather)
+        found = contrastive(normed(out), normed(labels), jzero.axis_index(), jzero.all_gather)
+        return extra * found, {"cosine": (normed(out) * normed(labels)).sum(-1).mean()}
 
     odd = [jzero.LayerSpec(nnx.Linear, 4, 6), jnp.tanh, jzero.LayerSpec(nnx.Linear, 6, 4)]
-    model = jzero.PipelineModule(odd, loss_fn=loss, example_batch=(X[0], Y[0]))
+    model = jzero.PipelineModule(odd, loss_fn=loss, has_aux=True, example_batch=(X[0], Y[0]))
     step, state = started_with_numpy(model, config(), mesh(2, pipe=2))
     _, metrics = step(state, (X[0], Y[0]), np.float32(0.5))
     layers = random_params(model)["layers"]
     out = dense(layers["2"], np.tanh(dense(layers["0"], X[0])))
     expected = jax.jit(lambda: contrastive(normed(out), normed(Y[0])))()
     assert float(metrics["loss"]) == pytest.approx(0.5 * float(expected), rel=1e-5)
+    cosine = (normed(out) * normed(Y[0])).sum(-1).mean()
+    assert float(metrics["cosine"]) == pytest.approx(float(cosine), rel=1e-5)

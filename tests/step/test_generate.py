@@ -114,24 +114,13 @@ def test_zero3_gathers_the_layers_in_every_pass():
     assert (prompt, sum(gathers.values())) == (stacked + ends, stacked)
 
 
-def kept_or_gathered(step, state, tokens, padding=None):
+def kept_or_gathered(step, state, tokens):
     """The shapes of what the loops of a program carry, and of what it gathers."""
     run, rows = step.generate._run.program, jax.NamedSharding(step.mesh, batch_spec(step.mesh))
-    batch = jax.device_put((tokens, padding), rows)  # as in a call, which then traces no more
+    batch = jax.device_put((tokens, None), rows)  # as in a call, which then traces no more
     program = run.trace(state.params, batch, NO_KEY, np.int32(len(TOKENS)), None, new=NEW)
     loops = [one.eqn for one in operations(program.jaxpr) if one.name in ("while", "scan", "all_gather")]
     return {x.aval.shape for eqn in loops for x in eqn.outvars}
-
-
-CUT = {"tensor of 4": 2, "tensor and zero3": 1, "context, scanned": 1, "pipe and tensor": 1, "all, scanned": 1}
-
-
-@pytest.mark.parametrize("layout", keep(CUT, ["all, scanned"]))
-def test_tensor_divides_the_caches_heads(layout):
-    """Keys and values of this device's heads alone, and nothing gathers those of a cache; four do not divide two."""
-    six = np.zeros((6, S), np.int32), np.zeros(6, np.int32)  # five rows, padded to what the replicas divide
-    shapes = kept_or_gathered(*laid_out("everything", layout), *six)
-    assert {shape[-2] for shape in shapes if shape[-3:-2] == (S + NEW,)} == {CUT[layout]}
 
 
 def restricted(logits, temperature, top_k, top_p):
@@ -309,11 +298,8 @@ def test_mistakes():
         ({"temperature": 0.7}, r"temperature: only used for sampling: pass a key, rng=jax.random.key\(0\)"),
         ({"rng": key, "temperature": -1}, "temperature = -1: must be a number >= 0"),
         ({"rng": key, "top_k": 0, "top_p": 0}, "(?s)top_k = 0: must be a positive integer.*top_p = 0: must be"),
-        ({"rng": key, "top_p": 1.1}, "top_p = 1.1: must be a number > 0 and <= 1"),
         ({"rng": 3}, "rng = 3: must be one key"),
         ({"eos_token_id": [2.5]}, "eos_token_id = .*: must be a token"),
-        ({"eos_token_id": 2**32 + 2}, "eos_token_id = .*: must be a token"),
-        ({"eos_token_id": [[1, 2], [3, 4]]}, "(?s)eos_token_id = .*: must be a token"),
         ({"tokens": TOKENS - 61}, r"tokens\[0, 0\] = -\d+: must be a token .*, or 0 in attention_mask"),
         ({"tokens": np.maximum(TOKENS, np.arange(S) * 10)}, r"\[0, 7\] = 70: must be a token below .* 61"),
         ({"tokens": TOKENS + np.int64(2**32), "attention_mask": MASK}, r"tokens\[0, 3\] = 4294967\d+: must be a token"),

@@ -1,7 +1,5 @@
 """Metrics beside the loss, in every way to train. Oracle: one pass over the global batch in NumPy-like plain JAX."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from helpers.sampling import keep
 from helpers.steps import mesh, started_with_numpy
 
 import jzero
-from jzero import cli
 
 
 class Measured(Net):
@@ -74,16 +71,6 @@ def classify(logits, labels):
     return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
 
 
-def test_has_aux_of_a_pipeline_module():
-    parts = [jzero.LayerSpec(nnx.Linear, 4, 6), nnx.relu, jzero.LayerSpec(nnx.Linear, 6, 2)]
-    model = jzero.PipelineModule(parts, loss_fn=classify, has_aux=True, example_batch=(X, Y))
-    step, state = started_with_numpy(model, SGD | {"gradient_accumulation_steps": 2}, mesh(2, pipe=2))
-    _, metrics = step(state, (X, Y))
-    layers = random_params(model)["layers"]
-    logits = dense(layers["2"], np.maximum(dense(layers["0"], X), 0))
-    assert float(metrics["accuracy"]) == pytest.approx((logits.argmax(-1) == Y).mean())
-
-
 class Staged(nnx.Module):
     has_aux = True
 
@@ -127,45 +114,3 @@ def test_what_has_aux_refuses(output, message):
     )
     step = jzero.make_train_step(model, SGD, mesh=mesh(2))
     refuses(lambda: step.trace({"x": X}), message)
-
-
-EVIL = "\x1b]0;owned\x07\x1b[2J"
-
-
-class Named:
-    has_aux = True
-
-    def __repr__(self):
-        return f"Named{EVIL}"
-
-    def init(self, rng):
-        return {f"w{EVIL}": jnp.ones(8)}
-
-    def loss(self, params, batch, rng):
-        loss = (params[f"w{EVIL}"] * batch).mean()
-        return loss, {f"acc{EVIL}": loss}
-
-
-def test_names_with_escape_codes_are_escaped_on_the_terminal(tmp_path, capsys):
-    home = tmp_path / f"run{EVIL.replace('/', '')}"
-    keys = {
-        "steps_per_print": 1, "memory_breakdown": True, "wall_clock_breakdown": True,
-        "flops_profiler": {"enabled": True, "profile_step": 1}, "checkpoint": {"dir": str(home)},
-        "non_finite": {"action": "stop", "output_path": str(tmp_path)},
-    }  # fmt: skip
-    engine, *_ = jzero.initialize(model=Named(), config=SGD | keys, mesh=mesh(2))
-    for _ in range(2):
-        engine.train_batch(np.ones((16, 8), np.float32))
-    engine.save_checkpoint().wait()
-    engine.load_checkpoint(load_module_strict=False)
-    print(engine._observers.summary(), jzero.report(engine))
-    engine.train_batch(np.full((16, 8), np.nan, np.float32))
-    with pytest.raises(FloatingPointError) as error:
-        engine.train_batch(np.ones((16, 8), np.float32))
-    print(error.value)
-    engine._observers.close()
-    assert cli.main(["plot", str(home), "--out", str(tmp_path / "plots"), "--metric", "loss"]) == 0
-    said = capsys.readouterr()
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said.out + said.err)
-    for name in ("acc", "w", "run", "Named"):
-        assert name + r"\x1b]0;owned\x07\x1b[2J" in said.out

@@ -87,12 +87,9 @@ def trained(step, forward, of=lambda params: params, params=None):
 
 
 class LinenNet(linen.Module):
-    axis_name: str | None = None
-
     @linen.compact
     def __call__(self, x, train):
-        norm = linen.BatchNorm(use_running_average=not train, momentum=0.8, axis_name=self.axis_name)
-        x = norm(linen.Dense(8)(x))
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.8)(linen.Dense(8)(x))
         return linen.Dense(3)(linen.relu(x))
 
 
@@ -100,11 +97,11 @@ def nnx_model(module=Normed, **more):
     return jzero.from_flax(module, lambda m, b: cross_entropy(m(b["x"]), b["y"]), **more)
 
 
-def linen_model(axis_name=None, train=True):
-    def loss(module, batch, rng):
-        return cross_entropy(module(batch["x"], train=train and rng is not None), batch["y"])
+def frozen_linen_model():
+    def loss(module, batch):
+        return cross_entropy(module(batch["x"], train=False), batch["y"])
 
-    return jzero.from_flax(LinenNet(axis_name), loss, example_batch=BATCHES[0])
+    return jzero.from_flax(LinenNet(), loss, example_batch=BATCHES[0])
 
 
 def of_net(params):
@@ -113,19 +110,6 @@ def of_net(params):
         return params
     norm = {**params["BatchNorm_0"], **params["batch_stats"]["BatchNorm_0"]}
     return {"first": params["Dense_0"], "norm": norm, "last": params["Dense_1"]}
-
-
-# The last one is written for jax.pmap, and names pmap's axis.
-MAKES = [(nnx_model, 0), (linen_model, 3), (partial(linen_model, "batch"), 3)]
-
-
-@pytest.mark.parametrize(("make", "stage"), keep(MAKES, MAKES[1:2]))
-def test_batch_norm_trains_as_on_one_device(make, stage):
-    step = jzero.make_train_step(make(), config(stage))
-    state, after = trained(step, net, of_net)
-    assert_close(of_net(state.params), after)
-    assert len(step.model.state) == 2
-    assert float(step.evaluate(state, BATCHES[0])) == pytest.approx(evaluated(net, after), rel=1e-4)
 
 
 STATISTICS = {"mean": np.full(8, 0.5, np.float32), "var": np.full(8, 4.0, np.float32)}  # whose means are exact
@@ -137,7 +121,7 @@ class Frozen(Normed):
         self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
 
 
-FROZEN = [partial(nnx_model, Frozen), partial(linen_model, train=False)]
+FROZEN = [partial(nnx_model, Frozen), frozen_linen_model]
 
 
 @pytest.mark.parametrize("make", keep(FROZEN, FROZEN[1:]))
@@ -151,20 +135,6 @@ def test_batch_norm_built_with_use_running_average_keeps_it_in_training(make):
     for name in step.model.state:
         np.testing.assert_array_equal(named(state.params)[name], STATISTICS[name.rpartition("/")[2]])
     assert_close(of_net(state.params), after)
-
-
-@pytest.mark.slow
-def test_batch_norm_keeps_the_axis_of_a_vmap_around_it():
-    """Two halves of a batch under vmap are normalised together, in the step too."""
-
-    def halves(module, batch, rng):
-        x = batch["x"].reshape(2, -1, 6)
-        return jax.vmap(lambda half: module(half, train=rng is not None), axis_name="half")(x).var()
-
-    model = jzero.from_flax(LinenNet("half"), halves, example_batch=BATCHES[0])
-    params = model.init(jax.random.key(0))
-    loss, _ = model.loss(params, BATCHES[0], jax.random.key(0))
-    assert float(loss) == pytest.approx(float(net(of_net(params), PAIR[0])[0].var()), rel=1e-5)
 
 
 def test_a_copy_of_batch_norm_is_synchronised():
@@ -213,21 +183,6 @@ def test_state_is_not_trained_keeps_its_dtype_and_does_not_move_in_a_skipped_ste
     assert metrics["skipped"]
     for name, x in named(jax.device_get(state.params)).items():
         np.testing.assert_array_equal(x, before[name], err_msg=name)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_built_module_trains_though_it_was_evaluated(frozen):
-    built = Normed(nnx.Rngs(0))
-    built.eval()
-
-    def loss(module, batch):
-        if frozen:
-            module.norm.eval()
-        return cross_entropy(module(batch["x"]), batch["y"])
-
-    model = jzero.from_flax(built, loss)
-    _, new = jax.jit(model.loss)(model.init(jax.random.key(0)), BATCHES[0], jax.random.key(0))
-    assert (not np.any(named(new)["norm/mean"])) is frozen
 
 
 class Masking(nnx.BatchNorm):
