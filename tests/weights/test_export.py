@@ -23,7 +23,7 @@ import jzero
 from jzero import weights
 from jzero.cli import main
 from jzero.tree import named
-from jzero.weights.export import CheckpointParameters, parse_size
+from jzero.weights.export import CheckpointParameters
 from jzero.weights.save import _part, gather_params
 from models import config_from_hf
 from models.lora import LoRAConfig
@@ -227,12 +227,6 @@ def test_an_interrupted_export_is_not_taken_for_one(tmp_path, saved, monkeypatch
     assert names(out) == {"config.json", "model.safetensors"}
 
 
-def test_sizes():
-    for size in ("0", "-1GB", "5,000MB", "5GB junk", "5Gbit"):
-        says(lambda size=size: parse_size(size), f"max_shard_size = '{size}'", "must be a size such as 5GB")
-    says(lambda: parse_size(" 1.5 "), "did you mean 1.5GB?")
-
-
 # ------------------------------------------------------------------------------------------- engine.save_16bit_model
 
 
@@ -243,19 +237,22 @@ def test_it_is_the_export_in_bfloat16(tmp_path, saved):
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("new/saved", "out")]
     assert files[0].keys() == {"config.json", "model.safetensors"}
     assert files[0] == files[1]
+    assert json.loads(files[0]["config.json"])["torch_dtype"] == "bfloat16"
+    loaded = weights.load(tmp_path / "out", made.step_fn)
+    assert {str(x.dtype) for x in jax.tree.leaves(loaded)} == {"float32"}
+    assert same(loaded, jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), made.state.params))
 
 
 def test_names_dtypes_and_what_is_there_already(saved, half, tmp_path):
-    (tmp_path / "config.json").write_text("mine")
-    (tmp_path / "a.safetensors").write_text("old")
+    for name in ("config.json", "a.safetensors"):
+        (tmp_path / name).write_text("mine")
     saved[1].save_16bit_model(tmp_path, "a.safetensors")
     assert (tmp_path / "config.json").read_text() == "mine"
-    assert load_file(tmp_path / "a.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
-    half.save_16bit_model(tmp_path, "half.safetensors")
-    found = load_file(tmp_path / "half.safetensors")
+    half.save_16bit_model(tmp_path, "a.safetensors")
+    found = load_file(tmp_path / "a.safetensors")
     assert {x.dtype for x in found.values()} == {np.dtype("float16")}
     np.testing.assert_array_equal(found["stack.w"], half.state.params["stack"]["w"].astype("float16"))
-    assert names(tmp_path) == {"a.safetensors", "config.json", "half.safetensors"}
+    assert names(tmp_path) == {"a.safetensors", "config.json"}
 
 
 def test_values_beyond_float16(half, tmp_path, monkeypatch):
@@ -397,14 +394,3 @@ def test_host_memory(phase):
         found = phase("load", devices)
         assert found["result"] >= LEAF
         assert found["peak"] <= found["result"] + 2 * PIECE + 2 * FIXED  # programs that copy pieces, too
-
-
-@pytest.mark.slow
-def test_host_memory_of_sharded_files(phase):
-    """A leaf of many tensors is larger than what load needs besides the result."""
-    shape = ("--preset", "1b", "--layers", "8", "--frozen")
-    phase("sparse", 1, shape)
-    found = phase("load", 1, shape)
-    assert found["largest_leaf"] == 8 * 2 * 2048 * 8192 * 4 / 2**20 == 1024  # in float32; it is loaded in bfloat16
-    assert found["result"] > 1024
-    assert found["peak"] <= found["result"] + 2 * PIECE + 2 * FIXED  # programs that copy pieces, too

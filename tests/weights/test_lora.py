@@ -10,11 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cuda import on_gpu
 from helpers.drawn import drawn
 from helpers.named_models import model_of
 from helpers.oracle import plain_loop
-from helpers.programs import h100s, pairs, traced
 from helpers.refusals import refuses
 from helpers.sampling import keep, some
 from helpers.steps import mesh, run, settings
@@ -301,15 +299,6 @@ def test_swiglu_between_quantised_matrices_is_one_chain(run):
     for a, b, exact in zip(found(*given), rounded, expected, strict=True):
         error, bound = (np.linalg.norm(np.asarray(y, np.float64) - exact) for y in (a, b))
         assert error <= bound < 2**-5 * np.linalg.norm(exact)
-
-
-@pytest.mark.slow
-@on_gpu
-def test_swiglu_of_a_qlora_step_is_two_kernels():
-    widths = {"d_model": 128, "d_ff": 512, "num_heads": 2, "num_kv_heads": 2, "attention": "xla"}
-    model = model_of(preset("tiny", num_layers=1, **widths, lora=LoRAConfig(8, 8, "all-linear", "nf4")))
-    _, trace = traced(model, h100s(), pairs(2, 128), {}, train_batch_size=2, trainable_parameters=["lora_"])
-    assert [one.name for one in operations(trace.jaxpr)].count("map_parts") == 2
 
 
 def test_nf4_of_an_odd_dimension_is_refused():
