@@ -37,12 +37,6 @@ def test_options_that_cannot_be(directory, data, tmp_path, pytestconfig):
     check_cases(Path(__file__).with_name("options.jsonl"), outcome, pytestconfig)
 
 
-def test_a_length_beyond_the_models_positions_is_said(directory, tmp_path):
-    start = starting_point(str(directory), None)
-    for length, words in ((1024, "as asked, beyond the model's max_position_embeddings 512"), (512, "as asked")):
-        assert choices.encode_rows(start, TEXTS, Options(out=tmp_path, length=length))[1] == words
-
-
 def test_few_samples_have_a_row_each(directory):
     """Packed are they if that leaves a batch and a row held out, or if it is asked."""
     start, packs = starting_point(str(directory), None), "--pack: several samples a row; "
@@ -73,6 +67,8 @@ def test_a_recipe_decides_what_no_option_does(kind, rate, directory, data, tmp_p
     assert (found.config["train_batch_size"], found.config[MICRO]) == (16, 2)
     assert found.config["scheduler"] == choices.warmup_cosine(rate, 5)  # of this run, not of the recipe's
     assert found.config["bf16"] == {"enabled": "auto"}
+    other = choices.merged_sections(found.config, {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}})
+    assert other["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": rate}}  # the rate stays
 
 
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -90,12 +86,6 @@ def test_adapters_are_at_the_matrices_of_the_family(family, more, modules, tmp_p
     assert f"--method lora: adapters of --rank 16 at {', '.join(modules)}" in found.lines
     leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(found.model.init, jax.random.key(0)))
     assert {path[-2].key for path, _ in leaves if path[-1].key == "lora_a"} == set(modules)
-
-
-def test_a_rate_stays_when_the_config_has_another_optimizer():
-    own = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
-    made = choices.merged_sections(own, {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}})
-    assert made["optimizer"] == {"type": "Lion", "params": {"betas": [0.9, 0.99], "lr": 0.5}}
 
 
 T4 = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
@@ -123,13 +113,11 @@ def test_the_half_precision_is_the_devices(given, on_a_t4, on_an_h100):
 
 @pytest.mark.parametrize("steps", [1, 90])
 def test_no_step_is_taken_at_rate_zero(steps):
-    """The warm-up is a line through 0 before the first step; the cosine ends after the last."""
+    """The warm-up is a line through 0 before the first step; the schedule's end comes after the last."""
     section = choices.warmup_cosine(2e-4, steps)
     schedule = make_lr_schedule(section["type"], section["params"], 2e-4)
     rates, warmup = np.array([schedule.lr(n) for n in range(steps)]), max(1, steps // 30)
     np.testing.assert_allclose(rates[:warmup], [2e-4 * (n + 1) / (warmup + 1) for n in range(warmup)], rtol=1e-6)
-    cosine = (1 + np.cos(np.pi * np.arange(steps - warmup) / max(1, steps - warmup))) / 2
-    np.testing.assert_allclose(rates[warmup:], 2e-4 * cosine, rtol=1e-5, atol=1e-10)  # 2e-4 in float32
     assert (rates > 0).all()
 
 

@@ -10,13 +10,13 @@ from helpers import fine_tuning
 from helpers.refusals import refuses, says
 from helpers.stored_cases import check_cases
 
-from jzero.data.template import Encoded
-from jzero.recipes.examples import Examples, in_parts, read_examples
+from jzero.recipes.examples import Examples, read_examples
 from models.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("transformers")
 
 SAMPLES = {kind: make("1?", " 2.") for kind, make in fine_tuning.SAMPLES.items()}
+SAMPLES["completions"]["text"] = "whole text"  # which its kind does not train
 CHAT = SAMPLES["chat"]
 TALK = CHAT["messages"]
 TRAINED = {"text": "?  2.", "completions": " 2.", "chat": " 2.", "preferences": " 2. Friend!"}  # and an end
@@ -65,13 +65,6 @@ def test_a_text_file_is_one_text_in_rows(tmp_path, tokenizer):
     labels = rows.rows(np.arange(4))["labels"]
     labels = labels[labels >= 0]
     assert sorted(labels) == sorted(tokenizer("123456789" + "0123456789" * 4 + "<|im_end|>")["input_ids"])
-
-
-def test_parts_of_a_text_lose_no_label(tokenizer):
-    for count in range(2, 20):
-        parts = in_parts(Encoded(np.arange(count), np.ones(count, bool)), 5)
-        assert [x for part in parts for x in part.tokens[1:].tolist()] == list(range(1, count))
-        assert all(2 <= len(part.tokens) <= 5 for part in parts)
 
 
 def test_a_mistake_in_a_file_is_one_line(tmp_path, pytestconfig):
@@ -144,10 +137,3 @@ def test_samples_that_cannot_be_encoded(tokenizer):
             Examples(kind, [sample], "a.jsonl").rows(made, length, vocab_size, pack=True)
 
         refuses(lambda rows=rows, options=options: rows(**options), words)
-
-
-def test_a_sample_with_a_text_besides_is_trained_as_its_kind(tokenizer):
-    sample = {"text": "whole text", "prompt": "1?", "completion": " 2."}
-    data = Examples("completions", [sample], "x").rows(tokenizer, 32, 258, pack=True)
-    labels = data.rows(np.array([0]))["labels"][0]
-    assert tokenizer.decode(labels[labels >= 0]) == " 2.<|im_end|>"

@@ -11,16 +11,11 @@ from jzero.data import Pairs
 from models.byte_tokenizer import byte_tokenizer
 from models.decoder import Decoder
 from models.llama import preset
-from models.preferences import SIDES, PreferenceDecoder
+from models.preferences import PreferenceDecoder
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("transformers")
 PAIRS = [{"prompt": f"{i}?", "chosen": f" {i + 1}, my friend", "rejected": f" {i + 1}"} for i in range(8)]
-
-
-def step_of(shape, stage=0, accum=1, **axes):
-    model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
-    return jzero.make_train_step(model, settings(8, stage, accum, lr=0.5), mesh=mesh(**{"zero": 1, **axes}))
 
 
 def log_probabilities(module, rows):
@@ -46,28 +41,11 @@ def test_the_loss_is_trls():
     params = [model.init(jax.random.key(seed)) for seed, model in enumerate(models)]
     policy, reference = (log_probabilities(model.module(p), rows) for model, p in zip(models, params, strict=True))
     margins = 0.1 * ((policy[:, 0] - policy[:, 1]) - (reference[:, 0] - reference[:, 1]))
-    step = step_of(shape, zero=8)
+    model = jzero.from_flax(lambda rngs: PreferenceDecoder(shape, rngs=rngs), has_aux=True)
+    step = jzero.make_train_step(model, settings(8), mesh=mesh(8))
     batch = {**rows, "reference": reference.astype(np.float32)}
     loss, metrics = step.evaluate(step.init(jax.random.key(0), params[0]), batch)
     assert abs(margins).max() > 0.01
     assert float(loss) == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
     assert float(metrics["margin"]) == pytest.approx(margins.mean(), abs=1e-4)
     assert float(metrics["accuracy"]) == (margins > 0).mean()
-
-
-def test_dpo_in_a_pipeline():
-    """Stages share the vocabulary; losses and gradients are those of one device."""
-    rng = np.random.default_rng(0)
-    shape = preset("tiny", num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=48)
-    batch = {"reference": rng.normal(-20, 5, (8, 2)).astype(np.float32)}
-    for side in SIDES:
-        tokens = rng.integers(0, 256, (8, 13)).astype(np.int32)
-        batch[side] = {"inputs": tokens[:, :-1], "labels": np.where(np.arange(12) < 5, -1, tokens[:, 1:])}
-    found = []
-    for step in (step_of(shape), step_of(shape, 3, 2, pipe=2, zero=2)):
-        state = step.init(jax.random.key(0))
-        for _ in range(2):
-            state, metrics = step(state, batch)
-            found.append([float(metrics[name]) for name in ("loss", "grad_norm", "margin")])
-    np.testing.assert_allclose(found[2:], found[:2], rtol=1e-5)
-    assert found[1][0] < found[0][0]

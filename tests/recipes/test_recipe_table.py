@@ -95,8 +95,3 @@ def test_the_demo_learns(capsys):
         assert len(sample) == len(prompt) + 160
         assert sample in printed
     assert "1 .. 60 steps" in printed
-
-
-def test_a_mistake_is_one_line(capsys):
-    assert cli.main(["demo", "--steps", "0"]) == 2
-    assert capsys.readouterr().err == "jzero: --steps 0: must be at least 1\n"
