@@ -243,19 +243,6 @@ def test_another_model_and_another_optimizer(runs_of_deepspeed):
     goes_on(engine, directory, 1)
 
 
-def test_the_directory_of_a_tag(runs_of_deepspeed, tmp_path):
-    """The checkpoint itself, its tag, and the weights alone; a tag of jzero may be "zero", as a universal folder."""
-    (tmp_path / "jzero" / "zero").mkdir(parents=True)
-    assert find_deepspeed(tmp_path / "jzero") is None
-    directory = runs_of_deepspeed / "mlp-2-fp32"
-    shutil.copytree(directory / "ckpt" / "global_step20", tmp_path / "mine")
-    engine = make_engine(directory, "mlp")
-    for arguments in ((tmp_path / "mine",), (tmp_path, "mine")):
-        assert engine.load_checkpoint(*arguments, load_module_only=True)[0].endswith("mine")
-    assert engine.global_steps == 0
-    goes_on(engine, directory, 1)
-
-
 def test_weights_alone(runs_of_deepspeed, tmp_path, capfd, command):
     """The files of zero_to_fp32.py have no optimizer state: the run begins at step 0 and prints a line about it."""
     directory, config = runs_of_deepspeed / "mlp-2-fp32", tmp_path / "config.json"
@@ -290,8 +277,11 @@ def test_files_of_weights_that_are_no_weights(runs_of_deepspeed, tmp_path):
     shutil.copy(source / "weights-bin" / "pytorch_model.bin", both)
     assert find_deepspeed(both) == both / "global_step20"
     assert find_deepspeed(both / "pytorch_model.bin") == both / "pytorch_model.bin"
+    assert find_deepspeed(both / "global_step20") == find_deepspeed(both, "global_step20") == both / "global_step20"
     (both / "latest").unlink()
     assert find_deepspeed(both) == both
+    (tmp_path / "jzero" / "zero").mkdir(parents=True)  # a tag of jzero may have the name of a universal folder
+    assert find_deepspeed(tmp_path / "jzero") is None
 
 
 def test_buffers_keep_the_order_of_the_files(tmp_path):
