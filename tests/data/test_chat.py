@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from helpers.loaders import Sizes
@@ -97,15 +96,6 @@ def test_the_trained_tokens_are_those_of_transformers(name, source):
         end = len(trained) - trained[::-1].index(True)
         last = [end - len(turn) <= i < end for i in range(len(tokens))]
         assert labels == row(tokens, last)[1]
-
-
-def test_a_jsonl_file_is_a_dataset(tmp_path):
-    file, tokenizer = tmp_path / "chats.jsonl", make_tokenizer(TEMPLATES["chatml"])
-    file.write_text("".join(json.dumps({"messages": x}) + "\n" for x in CHATS[:2]))
-    rows = [Chat(x, tokenizer, length=200).rows(np.array([0])) for x in (str(file), CHATS[:2])]
-    jax.tree.map(np.testing.assert_array_equal, *rows)
-    file.write_text(f"{json.dumps(CHATS[0])}\n\n{json.dumps([{'role': 'user', 'content': None}])}")
-    refuses(lambda: Chat(file, tokenizer, length=99), r"chats\.jsonl line 3: .*message 1 .* null")
 
 
 def test_tools_and_system_messages_reach_the_template():
@@ -263,17 +253,6 @@ def test_a_prompt_of_the_user():
     assert tokenizer.decode(labels[labels >= 0]) == "<think>\n\n</think>\n\n5<|im_end|>"
     many = Pairs([FORMS["messages"]], tokenizer, length=200).rows(np.array([0]))["chosen"]["labels"][0]
     assert tokenizer.decode(many[many >= 0]) == "<think>\n\n</think>\n\nfour, hello<|im_end|>"
-
-
-def test_strings_are_text_without_a_template():
-    tokenizer = make_tokenizer(None)
-    encode = tokenizer.encode
-    sample = {"prompt": "say hello: ", "chosen": "hello", "rejected": "llll"}
-    wanted = [labelled([*encode(sample["prompt"] + x), tokenizer.eos_token_id], 0, 20) for x in ("hello", "llll")]
-    begin = len(encode(sample["prompt"]))
-    for _, labels in wanted:
-        labels[: begin - 1] = [-1] * (begin - 1)
-    check_pairs(Pairs([sample], tokenizer, length=20), [wanted])
 
 
 def test_long_pairs_are_cut_or_left_out_and_counted():

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import jax
@@ -22,7 +21,7 @@ import jzero
 from jzero.data import DataLoader, RepeatingLoader
 from jzero.data.order import Position, shuffled
 from jzero.data.sources import as_source
-from jzero.data.stream import Prefetcher, StreamSpec, micro_batches
+from jzero.data.stream import StreamSpec, micro_batches
 from jzero.mesh import batch_spec
 from jzero.step.batch import rows_of_this_process
 
@@ -271,21 +270,3 @@ def test_an_iterator_is_read_once():
         next(RepeatingLoader(loader))
     loader.seek({"epoch": 0, "samples": 0})
     refuses(lambda: next(iter(loader)), r"an iterator, which can be read only once: .*pass a function")
-
-
-def test_the_end_does_not_wait_for_what_is_ahead():
-    """Nor for more than the element that is being read."""
-    started, slow = threading.Event(), threading.Event()
-
-    def elements():
-        for number in range(100):
-            started.set()
-            slow.wait(0.2)
-            yield number
-
-    ahead = Prefetcher(elements())
-    assert next(ahead) == 0
-    began = time.monotonic()
-    ahead.close()
-    assert time.monotonic() - began < 5
-    assert not [thread for thread in threading.enumerate() if thread.name == "jzero data" and thread.is_alive()]
