@@ -1,25 +1,19 @@
 """Configs: what loads, from where, sizes and degrees, what DeepSpeed's files have besides settings, all mistakes.
 
 DeepSpeed's names are those of its source: runtime/zero/config.py (`alias`), runtime/config_utils.py (pydantic's lax
-mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does not ask for). Config files of many
-projects, if they are at hand, load, or are refused by one line for each cause they have. Their directory is
-`JZERO_DS_CONFIGS`, else `shared/ds_configs` beside the repository.
+mode) and runtime/config.py (`param_dict.get`, which ignores whatever it does not ask for).
 """
 
 import base64
 import copy
 import json
-import os
 import pickle
-import re
 from pathlib import Path
 
-import hypothesis
 import pytest
 from helpers.configs import TUTORIAL_ZERO3, problem, problems
 from helpers.refusals import refuses
 from helpers.stored_cases import check_cases
-from hypothesis import strategies as st
 
 from jzero import config as config_module
 from jzero.config import Config, aliases, keys, screen
@@ -176,63 +170,6 @@ def test_no_key_of_deepspeed_is_unknown():
     assert set(aliases.RENAMED.values()) - {"tensor_parallel.tp"} <= settings, "every other name is that of a key"
 
 
-sizes = st.none() | st.integers(1, 64)
-TRAIN, MICRO, ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-
-@hypothesis.settings(max_examples=60)
-@hypothesis.given(st.none() | st.integers(1, 200), sizes, sizes, st.integers(1, 16), st.booleans())
-def test_batch_is_consistent_or_its_advice_is(train, micro, accum, replicas, fits):
-    """Sizes that are given stay, and the accumulation is one step unless two others give it."""
-    if train and fits:  # free numbers seldom do
-        train = (micro or 1) * (accum or 1) * replicas * (1 if micro and accum else train)
-    config = {TRAIN: train, MICRO: micro, ACCUM: accum}
-    hypothesis.assume(train or micro)
-    try:
-        got = Config.load(config).batch(replicas)
-    except ConfigError as error:
-        assert train % ((micro or 1) * (accum or 1) * replicas) or (micro and accum)
-        advice = str(error).split("nearest valid: ")[1]
-        for fix in advice.split(", or "):
-            key, values = fix.split(" = ")
-            for value in values.split(" or "):
-                fixed = Config.load({**config, key: int(value)}).batch(replicas)
-                assert fixed.train == fixed.micro * fixed.accum * replicas
-    else:
-        assert got.train == got.micro * got.accum * replicas
-        found = {TRAIN: got.train, MICRO: got.micro, ACCUM: got.accum}
-        assert found.items() >= {key: value for key, value in config.items() if value}.items()
-        assert accum or got.accum == 1 or (train and micro)
-        assert got.inferred == ", ".join(f"{key} = {value}" for key, value in found.items() if not config[key])
-
-
-axis = st.none() | st.integers(1, 8)
-
-
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(st.integers(1, 32), axis | st.just(-1), axis, st.integers(-1, 8).filter(bool))
-def test_mesh_degrees_use_every_device_or_say_what_fits(devices, data, zero, mics):
-    """A shard size sets zero and leaves the rest to data."""
-    mesh = {k: v for k, v in (("data", data), ("zero", zero)) if v}
-    source = {"mesh": mesh, "zero_optimization": {"mics_shard_size": mics}}
-    if mics > 0 and zero not in (None, mics):
-        assert "keep one" in problem(source)
-        return
-    shard = mics if mics > 0 else zero  # None: the rest
-    if data == -1 and shard is None:
-        assert "one axis only" in problem(source)
-        return
-    outer = None if data == -1 else data or (None if mics > 0 else 1)
-    fixed = (shard or 1) * (outer or 1)
-    if devices % fixed == 0 if None in (shard, outer) else devices == fixed:
-        got = Config.load({**source, "data_parallel_size": devices}).mesh_degrees(devices)
-        degrees = {"data": outer or devices // fixed, "zero": shard or devices // fixed}
-        expected = {"pipe": 1, **degrees, "expert": 1, "context": 1, "tensor": 1}
-        assert list(got.items()) == list(expected.items())
-    else:
-        refuses(lambda: Config.load(source).mesh_degrees(devices), rf"the number of devices, {devices}; what fits: ")
-
-
 def test_the_sizes_of_a_run_and_of_a_resume(pytestconfig):
     """A resume keeps the global batch of the run, and of its other sizes what fits."""
 
@@ -252,27 +189,4 @@ def test_a_mesh_of_too_few_devices():
     refuses(lambda: Config.load({"mesh": {"data": 2}}).mesh_degrees(1), words)
 
 
-PLACE = Path(os.environ.get("JZERO_DS_CONFIGS") or Path(__file__).resolve().parents[3] / "shared/ds_configs")
-FILES = sorted(PLACE.glob("*.json"))
 # How the refusals of what jzero does not do begin. Any other refusal is a fault of jzero's reader.
-CAUSES = (
-    r"zero_optimization\.offload_optimizer\.device = ",
-    r"zero_optimization\.offload_param\.device = ",
-    r"sequence_parallel_size = \d+: not yet supported",
-    r"pipeline\.chunks = \d+: schedule \"1f1b\" has one chunk per stage",
-)
-
-
-@pytest.mark.skipif(not FILES, reason="no directory of configs (JZERO_DS_CONFIGS)")
-def test_configs_of_many_projects():
-    stopped, wrong = 0, []
-    for file in FILES:
-        try:
-            Config.load(file)
-        except ConfigError as error:
-            lines, stopped = error.problems, stopped + 1
-            causes = [next((cause for cause in CAUSES if re.match(cause, line)), None) for line in lines]
-            if None in causes or len(set(causes)) < len(causes) or max(map(len, lines)) > 500:
-                wrong.append((file.name, lines))
-    assert wrong == []
-    assert len(FILES) != 62 or stopped <= 1
