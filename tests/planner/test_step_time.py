@@ -4,17 +4,13 @@ import re
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cuda import on_gpu
 from helpers.hlo_programs import DONE, GATHER_S, MATMUL, PRODUCT_S, RATES, X, attention, computation, gather, program
 from helpers.refusals import refuses
-from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jzero.planner import Rates, UnreadableProgram, gpu_devices, step_time
+from jzero.planner import UnreadableProgram, step_time
 
 QUANTIZED = "%q = f8e4m3fn[1000,1000]{1,0} parameter(3)"
 OF_QUANTIZED = MATMUL.replace("(%x, %x)", "(%q, %q)")
@@ -272,27 +268,6 @@ def test_mistakes():
     refuses(lambda: step_time(text, RATES, mesh=Mesh(np.array(jax.devices()), ("zero",))), "mesh has 8 devices")
     with pytest.raises(ValueError, match="no schedule"):
         step_time(text.replace("is_scheduled=true, ", ""), RATES)
-
-
-@on_gpu
-def test_compiled_layers():
-    """A scanned stack of ZeRO-3 layers: the products and bytes of the source."""
-    mesh = Mesh(np.array(gpu_devices("h100", 4)), ("zero",))
-    layers, width, rows = 8, 2048, 4096
-
-    def f(x, w):
-        layer = lambda x, w: (jnp.tanh(x @ lax.all_gather(w, "zero", tiled=True)), None)  # noqa: E731
-        return lax.scan(layer, x, w)[0]
-
-    specs = {"in_specs": (P("zero"), P(None, "zero")), "out_specs": P("zero")}
-    mapped = jax.jit(jax.shard_map(f, mesh=mesh, **specs, check_vma=False))
-    shapes = (4 * rows, width), (layers, width, width)
-    compiled = mapped.lower(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).compile()
-    t = step_time(compiled, Rates.of("h100"), mesh=mesh)
-    assert t.flops == layers * 2 * rows * width * width
-    assert t.wire == layers * width * width * 2 * 3 / 4
-    assert t.step_s == pytest.approx(t.compute_s + t.exposed_s)
-    assert 0 <= t.exposed_s < t.step_s
 
 
 def test_collectives_that_nothing_hides():
