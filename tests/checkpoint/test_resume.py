@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers.refusals import refuses
 from helpers.resuming import NEXT, SAVED, STEPS, no_signal_handler  # noqa: F401
 from helpers.sampling import keep
@@ -91,26 +90,6 @@ def test_the_batch_was_changed_in_the_run(tmp_path, capfd):
     fewer.load_checkpoint(tmp_path / "48")
     assert "the checkpoint's train_batch_size was 48; from here on it is 32" in capfd.readouterr().out
     assert fewer.get_batch_info() == (32, 2, 16)
-
-
-@pytest.mark.slow
-def test_a_list_of_layers_that_the_stages_divide_or_not(tmp_path):
-    """Three layers alike: cut by three stages, not by two, which switch between the layers; the leaves are the same."""
-    layers = [*[jzero.LayerSpec(nnx.Linear, 8, 8)] * 3, jnp.tanh]
-    cut, switched = (
-        build(layout, model=jzero.PipelineModule(layers, layout[1]["pipe"], loss_fn=lambda y, x: ((y - x) ** 2).mean()))
-        for layout in (
-            (1, {"pipe": 3, "zero": 2}, 4, {}),
-            (3, {"pipe": 2, "zero": 4}, 2, {"schedule": "interleaved", "chunks": 2}),
-        )
-    )
-    for source, target in ((cut, switched), (switched, cut)):
-        source.train_batch(tuple(batch(0).values()))
-        source.save_checkpoint(tmp_path).wait()
-        target.load_checkpoint(tmp_path)
-        assert_same(target.state, source.state)
-        losses = [float(engine.train_batch(tuple(batch(1).values()))) for engine in (source, target)]
-        np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from helpers.mixture_models import CLIPPED, LAYOUTS, QUIET, batches, make_engine, reference
 from helpers.oracle import largest_error
 from helpers.sampling import keep, some
-from helpers.stack_models import BATCHES, ROWS, WIDTH, Small, SmallGPT, SmallScannedGPT, loss_fn
+from helpers.stack_models import BATCHES, ROWS, SmallGPT, SmallScannedGPT, loss_fn
 from helpers.steps import settings
 from safetensors.numpy import load_file
 
@@ -56,26 +56,6 @@ def test_a_run_resumes_with_and_without_a_stack(tmp_path, module, first, second)
     after = moved(one, other, tmp_path)
     assert int(other.state.step) == 1
     assert not all((x == 0).all() for name, x in after.items() if "/mu/" in name)
-
-
-class WideGPT(SmallGPT):
-    """Its layers' matrices are large enough for moments in fp8."""
-
-    @staticmethod
-    def block(rngs, rate):
-        return Small(rngs, rate, hidden=2**16 // WIDTH)
-
-
-@pytest.mark.slow
-def test_moments_in_fp8_resume_with_and_without_a_stack(tmp_path):
-    """Each layer of a stacked moment has codes and a scale of its own."""
-    one, other = (engine(*of, WideGPT, optimizer={**ADAM, "state_dtype": "fp8"}) for of in (ONE, PIPE))
-    state = moved(one, other, tmp_path)
-    in_fp8 = [name for name, x in state.items() if x.dtype.itemsize == 1]
-    assert len(in_fp8) == 2 * 2 * 2  # first and second moments of two matrices in two layers
-    assert {name.replace("codes", "scales") for name in in_fp8} <= state.keys()
-    losses = [[float(e.train_batch(batch)) for batch in BATCHES] for e in (one, other)]
-    np.testing.assert_allclose(*losses, rtol=0.02)
 
 
 @pytest.mark.slow
