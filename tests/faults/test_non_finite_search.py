@@ -21,7 +21,6 @@ from helpers.planted_faults import LAYERS, WIDTH, Net, config, put, rows, train
 from helpers.reference import assert_bitwise
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.stack_models import BATCHES, SmallGPT, loss_fn
 from helpers.steps import mesh
 
 import jzero
@@ -30,7 +29,7 @@ from jzero.cli import main
 from jzero.loss_scale import NonFiniteError
 from jzero.run.diagnosis import replay, watch
 
-GROUPS = "stage 3 in groups"  # parts on some devices, copies on others: the layout of the default run
+GROUPS = "stage 3 in groups"  # parts on some devices, copies on others: the layout of most default runs
 LAYOUTS = {  # stage, pipe, data, zero, whether the layers are unrolled
     "stage 0": (0, 1, 4, 1, True),
     "stage 3": (3, 1, 1, 4, True),
@@ -98,20 +97,6 @@ def found_by(engine, bad, good, plant):
 def two_replicas(model=None, settings=None):
     params = None if model is LINE else new_params()
     return jzero.initialize(model=model or Net(), config=settings or config(1), mesh=mesh(2), params=params)[0]
-
-
-@pytest.mark.parametrize("layout", keep(LAYOUTS, ["pipeline"]))
-def test_a_layer_whose_weights_are_nan(layout):
-    engine = engine_of(layout)
-    change(engine, "w", lambda w: put(w, (2, 0, 0), np.nan))
-    before = jax.device_get((engine.state.params, engine.state.opt_state))
-    says(
-        engine, [batch_of(layout), batch_of(layout, 1)], "step 1: the loss is nan",
-        "first in the forward pass: layer 2 of 4", "parameter stack/w, layer 2, is not finite on ",
-        "in micro-batch 0 of 3, on replicas 0, 1",
-    )  # fmt: skip
-    assert engine.global_steps == int(engine.state.step) == 0
-    assert_bitwise(before, (engine.state.params, engine.state.opt_state))
 
 
 @pytest.mark.parametrize("layout", keep(LAYOUTS, [GROUPS]))
@@ -184,42 +169,6 @@ def test_a_fault_that_does_not_repeat(tmp_path):
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
 
 
-def test_a_model_without_layers():
-    engine, bad = two_replicas(LINE, config(2)), rows(0, TWO)
-    bad["x"][7] = np.inf
-    where = "in micro-batch 0 of 3, on replica 1: row 7 of the global batch"
-    says(engine, [bad, bad], "first in the forward pass: the loss", where)
-
-
-class Suffixed(Net):
-    def suffix(self, ends, x, batch, rng):
-        root = jnp.sqrt(jnp.maximum(batch["y"][:, 0] * ends["out"][0, 0], 0))
-        return super().suffix(ends, x, batch, rng) + root.sum()
-
-
-@pytest.mark.slow
-def test_a_gradient_that_fails_in_the_suffix():
-    engine, bad = two_replicas(Suffixed(), config(3)), rows(0, TWO)
-    bad["y"][:, 0] = np.sign(float(engine.state.params["ends"]["out"][0, 0]))
-    bad["y"][3, 0] = 0.0
-    place = "the suffix (what is after the layers); gradients that are not finite: ends/out"
-    where = "in micro-batch 1 of 3, on replica 0: row 3 of the global batch"
-    says(engine, [bad, bad], f"first in the backward pass: {place}", where)
-
-
-@pytest.mark.slow
-def test_a_module_with_dropout_in_a_pipeline(tmp_path):
-    make = lambda: jzero.from_flax(lambda rngs: SmallGPT(rngs, 0.2), loss_fn, stack="blocks")  # noqa: E731
-    more = {"bf16": {"enabled": True}, "pipeline": {"schedule": "zero_bubble"}, "gradient_accumulation_steps": 2}
-    settings = {**config(1, **more), "train_micro_batch_size_per_gpu": 4}
-    engine = jzero.initialize(model=make(), config=settings, mesh=mesh(2, pipe=2))[0]
-    up = engine.state.params["stack"]["up"]
-    up["kernel"] = jax.device_put(put(np.array(up["kernel"]), (1, 3, 5), np.inf), up["kernel"].sharding)
-    bad = "parameter stack/up/kernel, layer 1, is not finite on device"
-    says(engine, BATCHES, "first in the forward pass: layer 1 of 2", bad)
-    assert jzero.replay(tmp_path / "saved" / "step1", make()).place == "layer 1 of 2"
-
-
 @pytest.mark.slow
 def test_fp16_stops_only_where_no_lower_scale_helps():
     scaled = {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}
@@ -232,7 +181,7 @@ def test_fp16_stops_only_where_no_lower_scale_helps():
     assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (16, skipped, scale)
 
 
-@pytest.mark.parametrize("layout", keep(LAYOUTS, [GROUPS]))
+@pytest.mark.parametrize("layout", keep(LAYOUTS, ["pipeline"]))
 def test_one_sample_that_overflows_in_one_layer(layout, tmp_path, monkeypatch, capsys):
     """A replay on one device, by the command that the run prints, finds the same."""
     (here := tmp_path / "it's $HERE; true").mkdir()
