@@ -213,20 +213,6 @@ def test_memory_is_planned_for_the_longest_sequences(capsys):
     assert least != most
 
 
-def test_planned_memory_never_ends_the_run(capsys, monkeypatch):
-    """The loss fits the first length alone."""
-
-    def loss(self, params, batch, rng):
-        return bigram_loss(params, batch) + jnp.zeros(LENGTHS[0]) @ jnp.zeros(batch["inputs"].shape[1])
-
-    monkeypatch.setattr(Bigrams, "loss", loss)
-    engine = build(more={"memory_breakdown": True})
-    engine.train_batch(tokens(0))
-    out = capsys.readouterr().out
-    assert f"memory of a step of sequence {LENGTH}, not planned: TypeError: " in out
-    assert "memory after the first step" in out
-
-
 def test_functions_of_your_own():
     engine, states = build({**LEGACY, "schedule_type": "custom", "schedule_config": {}}), []
 
