@@ -203,10 +203,6 @@ def test_only_an_axis_across_hosts_has_a_price(nodes, of_node, mesh, axis):
     found = moves(jzero.make_train_step(FeedForward(), config(zero=1, **mesh), mesh=made).trace(SHAPES), made)
     lines, crossing = [*across_hosts(found, made)], sum(move.total for move in found.all if axis in move.axes)
     assert bool(lines) == bool(crossing) == (axis is not None)
-    if axis == "tensor":  # the two collectives of the layer, see above, and the bias
-        assert crossing == pytest.approx(2 * ROWS * SEQUENCE * WIDTH * BF16 + WIDTH * BF16, rel=0.01)
-    elif axis:
-        assert crossing < sum(move.total for move in found.all)
     for text in lines:
         words = f"mesh.{axis} = {mesh[axis]}: devices of several hosts act as one; each moves {size_text(crossing)} per"
         assert text.startswith(words)

@@ -6,7 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cuda import needs_cuda_compiler, on_gpu
+from helpers.cuda import on_gpu
 from helpers.hlo_programs import RATES
 from helpers.refusals import refuses
 from helpers.sampling import keep
@@ -26,15 +26,6 @@ def test_every_gpu_compiles(name):
     compiled = jax.jit(lambda x: jnp.sin(x @ x), donate_argnums=0).lower(x).compile()
     size = 128 * 128 * 2
     assert (memory(compiled).arguments, memory(compiled).outputs, memory(compiled).aliased) == (size, size, size)
-
-
-@needs_cuda_compiler
-def test_two_hosts():
-    devices = gpu_devices("h100", 16)
-    assert [d.process_index for d in devices] == [0] * 8 + [1] * 8
-    assert [d.id for d in devices] == list(range(16))
-    assert gpu_devices("h100", 16) == devices
-    assert [d.process_index for d in gpu_devices("h100", 4, per_host=2)] == [0, 0, 1, 1]
 
 
 def test_mistakes():

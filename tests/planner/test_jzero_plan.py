@@ -177,13 +177,10 @@ def test_deepspeeds_estimate():
 
 def test_the_formula_takes_offload():
     """Oracle: 12 bytes a parameter leave the GPU for the host."""
-    plain, offloaded = (
-        bytes_by_stage(Flat(2**20), CONFIG | {"zero_optimization": zero}, devices=described_gpus("h200", 2))[1]
-        for zero in ({"stage": 1}, {"stage": 1, "offload_optimizer": {"device": "cpu"}})
-    )
-    assert offloaded.host == pytest.approx(12 * 2**20 / 2, rel=0.02)
-    assert offloaded.host == pytest.approx(plain.masters + plain.optimizer, rel=0.02)
-    assert offloaded.persistent == pytest.approx(0, abs=plain.persistent / 50)
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    found = bytes_by_stage(Flat(2**20), CONFIG | {"zero_optimization": zero}, devices=described_gpus("h200", 2))[1]
+    assert found.host == pytest.approx(12 * 2**20 / 2, rel=0.02)
+    assert found.persistent == pytest.approx(0, abs=2**17)
 
 
 def test_xlas_limit_is_what_the_run_will_have(monkeypatch):

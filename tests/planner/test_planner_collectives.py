@@ -108,19 +108,6 @@ def test_one_operation(request, f, out_specs, kind, operands, size, loops):
     assert found.launches == (sum(loops) if loops and loops[0] else 1)
 
 
-def test_devices_in_another_order():
-    """Groups are positions in the mesh, not device ids."""
-    devices = np.array(jax.devices())[[3, 1, 7, 0, 2, 6, 4, 5]].reshape(2, 2, 2)
-    shuffled = Mesh(devices, ("pipe", "data", "zero"))
-
-    def f(x):
-        x = lax.psum(jnp.sin(lax.psum(jnp.sin(x), "data")), ("pipe", "zero"))
-        return lax.ppermute(x, "pipe", [(0, 1)])
-
-    rows = collectives_of(shuffled, f, f32(8))
-    assert [(row.axes, row.group_size) for row in rows] == [(("data",), 2), (("pipe", "zero"), 4), (("pipe",), 2)]
-
-
 def module(*lines, others=""):
     """HLO text for 8 devices with a parameter %p."""
     return program("%p = f32[8]{0:T(256)} parameter(3)", *lines, others=others, devices=8)

@@ -156,13 +156,6 @@ HOST = "f32[1000,1000]{1,0:S(5)}"
         ),
         (
             [
-                "%p = u8[1000,1000,4]{2,1,0} parameter(0)", "%b = u32[1000,1000]{1,0} bitcast-convert(%p)",
-                "ROOT %s = u32[10,1000]{1,0} slice(%b), slice={[0:10], [0:1000]}",
-            ],
-            "u32[10,1000]{1,0} fusion(%bytes), kind=kLoop", "elementwise", 2 * 10 * 4e3 / 1e12,
-        ),
-        (
-            [
                 P0, ZERO, f"%m = {W} abs(%p)", "%s = f32[10,1000]{1,0} slice(%m), slice={[0:10], [0:1000]}",
                 "%r = f32[1000]{0} reduce(%m, %z), dimensions={1}, to_apply=%add",
                 "ROOT %y = (f32[1000]{0}, f32[10,1000]{1,0}) tuple(%r, %s)",
@@ -178,10 +171,7 @@ HOST = "f32[1000,1000]{1,0:S(5)}"
     ],
 )  # fmt: skip
 def test_what_memory_bounds(inside, line, category, expected):
-    given = (
-        "%i = s32[] constant(3)", f"%u = {ROW} parameter(3)", f"%h = {HOST} parameter(4)",
-        "%bytes = u8[1000,1000,4]{2,1,0} parameter(5)",
-    )  # fmt: skip
+    given = "%i = s32[] constant(3)", f"%u = {ROW} parameter(3)", f"%h = {HOST} parameter(4)"
     call = f"%a = {line}, calls=%inside" if inside else f"%a = {line}"
     others = computation("inside", *inside) if inside else ""
     t = step_time(program(*given, call, others=others), replace(RATES, shortest=1e-12))
