@@ -16,7 +16,7 @@ from helpers.refusals import refuses
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.checkpoint import Checkpoint, async_save, checksums, directory, lock, restore, save, snapshot
+from jzero.checkpoint import Checkpoint, async_save, checksums, directory, lock, restore, save
 from jzero.ledger import schema
 
 Numbered = namedtuple("Numbered", "step")  # a train state has this attribute
@@ -85,17 +85,6 @@ def test_a_kill_between_two_renames(tmp_path):
     (tmp_path / "a.replaced").mkdir()  # a kill before the replaced one was deleted
     save(state(2), tmp_path, "b").wait()
     assert names(tmp_path) == {"a", "b", "latest"}
-
-
-def test_copies_are_spread_over_the_axes_of_replicas():
-    grid, both = jzero.make_mesh(data=2, zero=4), ("data", "zero")
-    for shape, before, after in (
-        ((3, 16), (), (None, both)), ((8, 3), ("zero",), (("zero", "data"), None)),
-        ((8,), (both,), (both,)), ((3, 5), (), (None, None)), ((), (), ()),
-    ):  # fmt: skip
-        before, after = (NamedSharding(grid, PartitionSpec(*spec)) for spec in (before, after))
-        copied = snapshot.copy_sharding(jax.device_put(jnp.ones(shape), before))
-        assert copied.is_equivalent_to(after, len(shape))
 
 
 def test_max_to_keep(tmp_path):
@@ -216,10 +205,3 @@ def test_other_mistakes(tmp_path):
         (tmp_path, r"step is \(\), not \(3,\)", {"tag": "a", "shapes": other}),
     ):
         refuses(lambda place=place, how=how: restore(place, **{"shardings": places, **how}), words)
-
-
-def test_a_tree_with_a_branch_named_fp8_is_compared(tmp_path):
-    """Only a train state's histories of that name may be missing."""
-    save({"fp8": {"a": jnp.ones(3)}}, tmp_path, "one").wait()
-    like = {"fp8": {"b": jnp.ones(4)}}
-    refuses(lambda: restore(tmp_path, shardings(like), shapes=like), r"missing fp8/b \(4,\)")

@@ -193,11 +193,7 @@ def test_a_checkpoint_without_the_frozen_parameters(tmp_path):
     other.state = dataclasses.replace(other.state, params=other.state.params | {"ends": ends})
     words = "was saved without params/ends/first, and this engine holds other"
     refuses(lambda: other.load_checkpoint(tmp_path), words)
-    for resume in (tmp_path, None):
-        engine = build(LAYOUTS["stage1"], resume=resume, **frozen)
-        if not resume:
-            engine.load_checkpoint(tmp_path)
-        assert_same(engine.state, saved.state)
+    assert_same(build(LAYOUTS["stage1"], resume=tmp_path, **frozen).state, saved.state)
 
 
 @pytest.mark.slow
