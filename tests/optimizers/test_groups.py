@@ -21,7 +21,6 @@ import jzero
 from jzero.errors import ConfigError
 from jzero.optimizers import make_groups, make_optimizer
 from jzero.optimizers.lr_schedules import make_lr_schedule
-from jzero.tree import named
 from models.llama import LlamaConfig
 
 WIDTH, LAYERS, STEPS = 16, 2, 10
@@ -29,15 +28,15 @@ RATE, DECAY, BETAS, EPS = 0.01, 0.1, (0.9, 0.95), 1e-6
 GROUPS = [
     {"match": "^stack/w$", "lr_scale": 0.25, "weight_decay": 0.3, "betas": [0.8, 0.99]},
     {"match": "stack/", "lr_scale": 2.0},  # not w, which the first has
-    {"match": "head", "betas": [0.5, 0.9]},
+    {"match": "head|norm", "weight_decay": 0.2, "betas": [0.5, 0.9]},  # the norm's own decay, whatever the word says
 ]
 # What the groups and no_weight_decay give each parameter: rate, decay, betas. By hand.
 EXPECTED = {
     "stack/w": (0.25, 0.3, (0.8, 0.99)),
     "stack/b": (2.0, 0.0, BETAS),
-    "ends/head": (1.0, DECAY, (0.5, 0.9)),
+    "ends/head": (1.0, 0.2, (0.5, 0.9)),
+    "ends/norm": (1.0, 0.2, (0.5, 0.9)),
     "ends/embed": (1.0, 0.0, BETAS),
-    "ends/norm": (1.0, 0.0, BETAS),
 }
 FROZEN = "ends/fixed"
 
@@ -92,30 +91,8 @@ def test_training_is_that_of_optax(stage, pipe):
     np.testing.assert_array_equal(jax.device_get(state.params["ends"]["fixed"]), start()["ends"]["fixed"])
     _, metrics = step(state, batches("decoder")[0])
     assert float(metrics["lr"]) == pytest.approx(rate(STEPS))  # the base rate
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_with_other_groups(tmp_path):
-    def engine(**more):
-        return jzero.initialize(model=Net(), config=config(3, **more), rng=jax.random.key(0))[0]
-
-    def run(made, data):
-        for batch in data:
-            made.train_batch(batch)
-        return made
-
-    straight = run(engine(), batches("decoder")[:2])
-    scales = [EXPECTED[name][0] for name in ("stack/w", "stack/b", "ends/head", "ends/embed")]  # the last: of the rest
-    assert straight.get_lr() == pytest.approx([scale * rate(2) for scale in scales])
-    straight.save_checkpoint(tmp_path).wait()
-    other = engine(groups=GROUPS[:1])
-    other.load_checkpoint(tmp_path)
-    assert other.get_lr() == pytest.approx([0.25 * rate(2), rate(2)])
-    for one in (straight, other):
-        run(one, batches("decoder")[2:4])
-    changed = named(jax.device_get(other.state.params))
-    for name, x in named(jax.device_get(straight.state.params)).items():
-        assert np.array_equal(x, changed[name]) == (name == FROZEN)
+    without = make(stage, pipe, groups=[])  # checkpoints fit other groups
+    assert jax.tree.structure(step.state_shapes) == jax.tree.structure(without.state_shapes)
 
 
 def test_the_report_lists_the_leaves():
@@ -124,10 +101,10 @@ def test_the_report_lists_the_leaves():
     assert lines == [
         f'  - "^stack/w$" (lr_scale 0.25, weight_decay 0.3, betas [0.8, 0.99]): 1 leaf, {w} elements: stack/w',
         f'  - "stack/" (lr_scale 2): 1 leaf, {b} elements: stack/b',
-        f'  - "head" (betas [0.5, 0.9]): 1 leaf, {table:,} elements: ends/head',
-        f"  - all others: 2 leaves, {table + WIDTH:,} elements: ends/embed, ends/norm",
-        f"  - no_weight_decay norms_biases_embeddings: 3 leaves, {b + table + WIDTH:,} elements: stack/b, ends/embed, "
+        f'  - "head|norm" (weight_decay 0.2, betas [0.5, 0.9]): 2 leaves, {table + WIDTH:,} elements: ends/head, '
         "ends/norm",
+        f"  - all others: 1 leaf, {table:,} elements: ends/embed",
+        f"  - no_weight_decay norms_biases_embeddings: 2 leaves, {b + table:,} elements: stack/b, ends/embed",
     ]
     assert section(jzero.report(make(3, groups=[], word=None)), "Parameter groups") == []
 
@@ -150,15 +127,6 @@ def test_no_weight_decay(word):
     wanted = {None: {}, "norms_biases": norms | biases, "norms_biases_embeddings": norms | biases | tables}[word]
     assert set(group.undecayed) == set(wanted)
     assert set(group.leaves) == set(norms | biases | tables | matrices)
-
-
-def test_a_groups_own_decay_wins_over_the_word():
-    groups = {"match": "stack/", "lr_scale": 0.5}, {"match": "norm", "weight_decay": 0.2}
-    names = {"stack/norm": 1, "stack/w": 2, "norm": 1, "bias": 1}
-    first, second, rest = groups_of(names, *groups, word="norms_biases")
-    assert first.leaves == {"stack/norm": {"weight_decay": 0.0, "lr_scale": 0.5}, "stack/w": {"lr_scale": 0.5}}
-    assert second.leaves == {"norm": {"weight_decay": 0.2}}
-    assert rest.leaves == {"bias": {"weight_decay": 0.0}}
 
 
 def nested(groups, name="AdamW", params=None, **more):
@@ -245,6 +213,3 @@ def test_the_matrices_of_a_llama():
     model = model_of(LlamaConfig(2, 16, 2, 1, 24, vocab_size=32))
     cuts = {"stack/attention/qkv/kernel": (2, (2, 1, 1)), "stack/mlp/gate_up/kernel": (1, (1, 1))}
     assert model.fused_matrices == cuts
-    shapes = jax.eval_shape(model.init, jax.random.key(0))["stack"]
-    assert shapes["attention"]["qkv"]["kernel"].shape == (2, 16, 1, 4, 8)
-    assert shapes["mlp"]["gate_up"]["kernel"].shape == (2, 16, 2, 24)

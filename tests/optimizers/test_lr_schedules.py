@@ -57,7 +57,8 @@ def test_warm_ups(type, kind, n, total, low):
         return high * (low + (1 - low) * gamma) if cosine else low + (high - low) * gamma
 
     cosine = type == "WarmupCosineLR"  # its bounds are shares of the optimizer's rate
-    bounds = {"warmup_min_ratio": low, "cos_min_ratio": FLOOR} if cosine else {"warmup_min_lr": low}
+    ratios = {"warmup_min_ratio": low, "cos_min_ratio": FLOOR, "warmup_max_lr": "auto"}  # of this one it has no such
+    bounds = ratios if cosine else {"warmup_min_lr": low}
     params = bounds | {"warmup_num_steps": n, "warmup_type": kind} | ({"total_num_steps": total} if total else {})
     schedule = make_lr_schedule(type, params if cosine else {**params, "warmup_max_lr": high}, high if cosine else 0.5)
     check(schedule.lr, 0.0 if cosine else low, at_call, rel=1e-5, abs=1e-7)
@@ -124,22 +125,9 @@ def test_the_peak_of_a_warm_up_that_does_not_give_one(type, given):
     config = Config.load({"scheduler": {"type": type, "params": params}})
     for schedule in (make_lr_schedule(type, params, 3e-5), lr_schedules.from_config(config.scheduler, 3e-5)):
         assert max(measured(schedule.lr)) == pytest.approx(peak, rel=2e-6)
+        verb = "warmup_max_lr 0.001 overrides" if peak == 0.001 else "the rate warms up to"
+        assert f"{verb} the optimizer's lr 3e-05" in schedule.notes[1]
     assert config.autos == (("scheduler.params.warmup_max_lr",) if given == "auto" else ())
-
-
-def test_auto_for_a_parameter_that_the_schedule_does_not_have():
-    params = {"total_num_steps": 40, "warmup_num_steps": 10, "warmup_max_lr": "auto"}
-    assert measured(make_lr_schedule("WarmupCosineLR", params, 0.25).lr, 2)[1] == 0.0
-    params = {"value": 0.5, "warmup_max_lr": "auto"}
-    assert measured(make_lr_schedule("constant_schedule", params, 1.0).lr, 2)[1] == 0.5
-
-
-def test_the_peak_is_reported_where_it_may_surprise():
-    note = make_lr_schedule("WarmupLR", {"warmup_max_lr": None}, 0.25).notes[1]
-    assert note == "WarmupLR: the rate warms up to the optimizer's lr 0.25; warmup_max_lr has no other"
-    assert len(make_lr_schedule("WarmupLR", {"warmup_max_lr": 0.25}, 0.25).notes) == 1
-    decay = make_lr_schedule("WarmupDecayLR", {"total_num_steps": 1000}, 0.25)
-    assert "0.001 overrides the optimizer's lr 0.25" in decay.notes[1]
 
 
 def test_optaxs_schedules():
@@ -149,7 +137,7 @@ def test_optaxs_schedules():
     reference = measured(optax.warmup_cosine_decay_schedule(**params))
     schedule = make_lr_schedule("warmup_cosine_decay_schedule", params, 1e-3)
     assert measured(schedule.lr) == pytest.approx(reference, rel=1e-5, abs=1e-7)
-    params = {"init_value": 1.0, "boundaries_and_scales": {"3": 0.5}}
+    params = {"init_value": 1.0, "boundaries_and_scales": {"3": 0.5}, "warmup_max_lr": "auto"}
     steps = make_lr_schedule("piecewise_constant_schedule", params, 1e-3)
     assert measured(steps.lr, 5) == [1.0, 1.0, 1.0, 0.5, 0.5]
 

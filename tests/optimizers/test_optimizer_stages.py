@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,9 @@ import pytest
 from helpers.cuda import on_gpu
 from helpers.named_models import model_of
 from helpers.optimizers import CASES, IDS, owned
-from helpers.oracle import stacked_loss, train
+from helpers.oracle import train
 from helpers.programs import pairs
+from helpers.reference import BATCH, Decoder, batches
 from helpers.sampling import keep, some
 from helpers.steps import settings
 from jax import P
@@ -24,47 +24,15 @@ from jzero.optimizers.muon import Matrices, orthogonalised
 from jzero.planner import collectives, gpu_devices
 from models.llama import LlamaConfig
 
-DEVICES, LAYERS, STEPS = 8, 2, 3
+DEVICES, STEPS = 8, 3
 
 
-class Stack:
-    """A stacked regression in plain JAX: few leaves, so that compiling an optimizer is cheap."""
-
-    def init(self, rng):
-        keys = jax.random.split(rng, 4)
-        normal = lambda key, *shape: 0.3 * jax.random.normal(key, shape)  # noqa: E731
-        return {
-            "ends": {"embed": normal(keys[0], 32, 16)},
-            "stack": {"w": normal(keys[1], LAYERS, 16, 24), "b": normal(keys[2], LAYERS, 24)},
-        }
-
-    def prefix(self, ends, batch, rng):
-        return ends["embed"][batch["inputs"]]
-
-    def block(self, layer, x, rng):
-        return x + jnp.tanh(x @ layer["w"] + layer["b"])[..., :16]
-
-    def suffix(self, ends, x, batch, rng):
-        return ((x @ ends["embed"].T - batch["labels"]) ** 2).mean()
-
-    loss = stacked_loss
-
-
-@lru_cache
-def batches():
-    rng = np.random.default_rng(0)
-    return [
-        {"inputs": rng.integers(0, 32, 16).astype(np.int32), "labels": rng.normal(size=(16, 32)).astype(np.float32)}
-        for _ in range(STEPS)
-    ]
-
-
-def make(name, params, stage, model, rows):
+def make(name, params, stage):
     optimizer = {"type": name, "params": params}
     if "weight_decay" in params:
         optimizer["groups"] = [{"match": "/w$", "lr_scale": 0.5}, {"match": "embed", "weight_decay": 0.0}]
-    config = settings(rows, stage, gradient_clipping=1.0, stack={"unroll": False}, optimizer=optimizer)
-    return jzero.make_train_step(model, config, mesh=jzero.make_mesh(zero=DEVICES))
+    config = settings(BATCH, stage, gradient_clipping=1.0, stack={"unroll": False}, optimizer=optimizer)
+    return jzero.make_train_step(Decoder(), config, mesh=jzero.make_mesh(zero=DEVICES))
 
 
 def assert_same_training(ours, theirs, start):
@@ -90,9 +58,10 @@ def elements(tree, device=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "params"), keep(CASES, [case for case in CASES if case[0] == "Muon"]), ids=IDS)
 def test_sharding_stays_and_the_result_is_stage_0s(name, params):
-    steps = [make(name, params, stage, Stack(), len(batches()[0]["inputs"])) for stage in range(4)]
+    data = batches("decoder")[:STEPS]
+    steps = [make(name, params, stage) for stage in range(4)]
     start = jax.device_get(steps[0].init(jax.random.key(0)).params)
-    end = jax.device_get(train(steps[0], start, batches())[1].params)
+    end = jax.device_get(train(steps[0], start, data)[1].params)
     for step in steps[1:]:
         state = step.init(jax.random.key(0), start)
         before = jax.tree.map(lambda x: x.sharding, state)
@@ -104,7 +73,7 @@ def test_sharding_stays_and_the_result_is_stage_0s(name, params):
         assert elements(state.opt_state, device=True) == divided // DEVICES + replicated
         if name not in ("adafactor", "novograd", "sm3"):  # factored moments, one moment a layer: small
             assert replicated < 100  # counters
-        _, after = train(step, start, batches())
+        _, after = train(step, start, data)
         assert jax.tree.map(lambda x: x.sharding, after) == before
         assert_same_training(jax.device_get(after.params), end, start)
 

@@ -16,7 +16,6 @@ from helpers.optimizers import STEPS, assert_close, config, few, kinds, make, ow
 from helpers.oracle import plain_loop
 from helpers.oracle import train as train_step
 from helpers.refusals import refuses, says
-from helpers.sampling import keep
 from helpers.steps import mesh, settings
 from layouts import FEATURES, LAYERS, TRAIN, Net, batch
 
@@ -111,17 +110,14 @@ def test_optimizers_passed_to_initialize():
         ("AdamWW", {}, ["optimizer.type: 'AdamWW'", "did you mean 'AdamW'", "Use Adam, AdamW"]),
         ("MuSGD", {}, ["is not supported", "μP"]),
         ("AdamW", {"beta": [0.9, 0.9]}, ["optimizer.params.beta", "'betas'"]),
-        ("AdamW", {"betas": [0.9, 1.5]}, ["[0.9, 1.5]", "two numbers in [0, 1)"]),
+        ("AdamW", {"b2": 1.5}, ["optimizer.params.betas: [0.9, 1.5]", "two numbers in [0, 1)"]),
         ("AdamW", {"lr": "3e-4"}, ["lr: '3e-4'", "a number >= 0 in float32's range", "without quotes"]),
-        ("Adam", {"torch_adam": "true"}, ["torch_adam: 'true'", "without quotes"]),
         ("AdamW", {"eps": 1e-50}, ["eps: 1e-50", "float32's range"]),
         ("AdamW", {"amsgrad": True}, ["amsgrad: True", '"amsgrad"']),
         ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
         ("AdamW", {"b1": 0.9, "betas": [0.9, 0.99]}, ["optimizer.params.b1: betas [0.9, 0.99] is given too"]),
-        ("AdamW", {"b2": 1.5}, ["optimizer.params.betas: [0.9, 1.5]", "two numbers in [0, 1)"]),
         ("SGD", {"state_dtype": "fp8"}, ["optimizer.params.state_dtype: 'fp8' belongs to \"optimizer\", next to"]),
         ("adamax", {"learning_rate": 0.1, "lr": 0.1}, ["optimizer.params.learning_rate: lr 0.1 is given too"]),
-        ("SGD", {"dampening": 0.1}, ["dampening: 0.1"]),
         ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),
         ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", '"gram" or "standard"']),
         ("Muon", {"per_head_muon": True}, ["per_head_muon: True", "not supported yet"]),
@@ -230,13 +226,10 @@ PROBED = [
     (optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lars(0.1), WHICH)), None),
     (optax.adamw(0.01, mask={"ends": {"out": True}, "stack": {"kernel": True, "bias": False}}), None),
     (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1.0)), None),
-    (optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1.0)), BOTH),
-    (optax.lamb(0.05), BOTH),
-    (optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01, weight_decay=0.1)), None),
 ]
 
 
-@pytest.mark.parametrize(("tx", "leaves"), keep(PROBED, PROBED[:-3]))
+@pytest.mark.parametrize(("tx", "leaves"), PROBED)
 def test_which_optimizers_warn(tx, leaves):
     text = stack_warning(tx, SHAPES)
     assert text.startswith(f"the optimizer passed in does not update {leaves} layer") if leaves else not text
