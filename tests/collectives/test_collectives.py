@@ -143,15 +143,6 @@ def test_collectives_are_the_tables(case):
     assert one_by_one(program, key) == expected(case, params)
 
 
-@pytest.mark.slow
-def test_combining_moves_the_same_bytes_in_fewer_operations():
-    separate, combined = (compiled(Case(3, accum=1), options=options)[0] for options in (WITH_CUBLAS, {}))
-    for kind in ("all-gather", "reduce-scatter"):
-        ours, theirs = (program.select(kind=kind) for program in (separate, combined))
-        assert (ours.bytes, ours.operands) == (theirs.bytes, theirs.operands)
-        assert theirs.launches < ours.launches
-
-
 @pytest.mark.parametrize("policy", some(["none", "full"], ["none"]))
 def test_frozen_weights_are_gathered_layer_by_layer_too(policy):
     """They have no gradient, so nothing but the loop over the layers keeps XLA from gathering the whole stack."""

@@ -173,9 +173,3 @@ def test_memory_does_not_grow_with_the_micro_batches(schedule, chunks):
     assert many[1].select(kind="collective-permute").operands - few[1].select(kind="collective-permute").operands == (
         2 * 56 * chunks
     )
-
-
-@pytest.mark.slow
-def test_the_memory_of_gpipe_does():
-    few, many = (plan("gpipe", 1, micro)[0].peak for micro in (8, 64))
-    assert many - few > 56 * TOKENS * LLAMA.d_model * SIZE["bf16"]
