@@ -108,14 +108,6 @@ def test_bytes_of_state(stage):
 
 
 @pytest.mark.slow
-def test_experts_that_both_axes_would_divide():
-    batch = {name: np.zeros((8, 6), np.int32) for name in ("inputs", "labels")}
-    found = divided_by_both(OwnModel, example=batch)
-    assert {found.config.tensor_parallel.dimensions[f"^blocks/\\d+/{name}$"] for name in ("up", "down")} <= {1, 2, 3}
-    found(found.init(jax.random.key(0)), batch)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", [None, "blocks"])
 def test_a_module_of_a_users_own(stack):
     subject, losses = jzero.from_flax(OwnModel, mixture_models.own_loss, stack=stack), []

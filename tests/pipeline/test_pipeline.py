@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import pipelines, steps
+from helpers import pipelines
 from helpers.offload import scans
 from helpers.pipelines import ROWS, Case, Decoder, Dropout, Everything, assert_close, batch_of, check, model, run
 from helpers.reference import ADAMW, SEQUENCE, VOCAB, WIDTH, assert_bitwise, place
@@ -45,15 +45,6 @@ def test_layouts(case):
     check(model(Decoder, case.layers, tied=case.tied), case)
 
 
-@pytest.mark.slow
-def test_one_stage_is_the_step_without_a_pipeline():
-    for schedule, chunks in KINDS:
-        case = Case(schedule, 1, 2, 3, 2, chunks=chunks)
-        both = (c.step(model(Decoder, 4)) for c in (case, case._replace(schedule=None)))
-        assert len({step.lower(batch_of(case)).as_text() for step in both}) == 1, schedule
-    check(model(Decoder, 4), case._replace(gather="step"))  # which is for that step too
-
-
 def recomputing(policy=None, on_host=False, interval=0, **pipeline):
     """Recompute layers; an interval alone is policy "full"."""
     section = {"activation_checkpointing": {"policy": policy, "cpu_checkpointing": on_host}}
@@ -88,6 +79,12 @@ CASES = {  # name: (model, its layers, case, changes of the config)
     # Layers of different structure, whose stages keep their packed input, and a stack of layers.
     "layers that differ": ("different", 3, Case("gpipe", 2, 3), {}),
     "layers that differ, on the host": ("different", 3, Case("gpipe", 2, 3), recomputing("full", True)),
+    "five layers": (
+        "five", 5, Case("1f1b", 2, 2, 3, 2), {
+            "frozen_parameters": ["tied/.*", "bias"],
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
+        }
+    ),
     "four layers": ("four", 4, Case("interleaved", 2, 2, 3, 2, chunks=2), {}),
     "four layers, on the host": ("four", 4, Case("interleaved", 2, 2, 3, 2, chunks=2), recomputing("full", True)),
 }  # fmt: skip
@@ -97,11 +94,12 @@ CASES = {  # name: (model, its layers, case, changes of the config)
 def test_one_step(name):
     """The step without a pipeline recomputes nothing."""
     kind, depth, case, more = CASES[name]
-    if kind in ("different", "four"):
+    frozen = {key: patterns for key, patterns in more.items() if key == "frozen_parameters"}
+    if kind in ("different", "four", "five"):
         of, batch = layers(kind), batch_of_layers(kind, ROWS * case.micro * case.zero)
     else:
         of, batch = model(kind, depth, **({"tied": case.tied, "vocab": VOCAB + 1} if "odd" in name else {})), None
-    expected = run(of, case.unpipelined, batch)
+    expected = run(of, case.unpipelined, batch, **frozen)
     assert_close(run(of, case, batch, **more), expected)
     if kind is Dropout:
         assert abs(expected.loss / run(model(Decoder, depth), case.unpipelined).loss - 1) > 1e-3
@@ -144,20 +142,6 @@ def test_stale_data_leaks_nothing(case, monkeypatch):
         assert jnp.isnan(pullback(jnp.full(y.shape, dy))[0]).all()
     batch["labels"][:, 0] = 1  # no micro-batch without any, whose gradient is zero
     assert_close(run(fragile, case, batch), run(fragile, case.unpipelined, batch))
-
-
-@pytest.mark.slow
-def test_a_stack_that_the_stages_do_not_divide():
-    case = Case("1f1b", 2, 2, 3, 2)
-    batch = batch_of_layers("five", ROWS * case.micro * case.zero)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 20}
-    more = {"frozen_parameters": ["tied/.*", "bias"], "zero_optimization": zero}
-    assert_close(*(run(layers("five"), c, batch, **more) for c in (case, case.unpipelined)))
-    found = []
-    for c in (case, case.unpipelined):
-        step = c.step(layers("five"), optimizer={"type": "Lamb", "params": {"lr": 0.1}})
-        found.append(step(step.init(jax.random.key(0)), batch)[0].params)
-    steps.assert_close(*found, rtol=1e-6)
 
 
 def test_the_report_says_what_a_switch_costs():

@@ -16,14 +16,11 @@ costs = st.tuples(*[st.floats(0.1, 10)] * 3)
 
 
 @st.composite
-def schedules(draw, stages=16, micro_batches=64, full=False):
-    """Any schedule; with `full` and chunks, the number of micro-batches is a multiple of S."""
+def schedules(draw, stages=16, micro_batches=64):
+    """Any schedule, about half of them with a number of micro-batches that is a multiple of S."""
     name = draw(st.sampled_from(SCHEDULE_NAMES))
     S, V = draw(st.integers(1, stages)), draw(st.integers(1, 1 if name in ("gpipe", "1f1b") else 4))
-    if full and V > 1:
-        M = S * draw(st.integers(1, max(1, micro_batches // S)))
-    else:
-        M = draw(st.integers(1, micro_batches))
+    M = draw(st.integers(1, micro_batches) | st.integers(1, max(1, micro_batches // S)).map(lambda groups: S * groups))
     return make_schedule(name, S, M, V)
 
 
@@ -97,34 +94,13 @@ def test_in_flight(schedule):
         np.testing.assert_array_equal(schedule.in_flight, np.minimum(bound, M * V))
 
 
-@settings(max_examples=150, deadline=None)
-@given(schedules(full=True), costs)
-def test_phases_ticks_and_bubble_are_those_of_the_table(schedule, cost):
+@settings(max_examples=200, deadline=None)
+@given(schedules(), costs)
+def test_the_bubble_is_the_idle_part_of_every_stages_time_and_the_tables(schedule, cost):
+    """The table is that of full groups of micro-batches; an incomplete last one costs at most as much."""
     S, M, V = sizes(schedule)
     F, B, W = cost
-    phases, bubble = {
-        "gpipe": ([("F", M + S - 1), ("B", M + S - 1)], (S - 1) / (M + S - 1)),
-        "1f1b": ([("F", S - 1), ("FB", M), ("B", S - 1)], (S - 1) / (M + S - 1)),
-        "interleaved": ([("F", S * V - 1), ("FB", M * V + S - S * V), ("B", S * V - 1)], (S - 1) / (M * V + S - 1)),
-        "zero_bubble": (
-            [("F", S * V - 1), ("FB", S - 1), ("FBW", M * V + 1 - S * V), ("BW", S * V - 1)],
-            (S - 1) * (F + B) / (M * V * (F + B + W) + (S - 1) * (F + B)),
-        ),
-    }[schedule.name]
-    assert schedule.bubble(F, B, W) == pytest.approx(bubble, abs=1e-12)
-    if schedule.name != "zero_bubble" or M >= S:
-        assert schedule.phases == [(works, ticks) for works, ticks in phases if ticks]
-    ticks = (M if V == 1 else M * V) + S - 1
-    assert [work.active.any(axis=1).sum() for work in schedule.works.values()][:2] == [ticks, ticks]
-
-
-@settings(max_examples=100, deadline=None)
-@given(schedules(), costs)
-def test_bubble_is_the_idle_part_of_every_stages_time(schedule, cost):
-    S, M, V = sizes(schedule)
-    price = dict(zip("FBW", cost, strict=True))
-    if "W" not in schedule.works:
-        price["B"] += price.pop("W")
+    price = {"F": F, "B": B, "W": W} if "W" in schedule.works else {"F": F, "B": B + W}
     used = {letter: work.active.any(axis=1) for letter, work in schedule.works.items()}
     letters = ["".join(letter for letter in used if used[letter][tick]) for tick in range(schedule.ticks)]
     assert letters == [works for works, ticks in schedule.phases for _ in range(ticks)]
@@ -134,8 +110,22 @@ def test_bubble_is_the_idle_part_of_every_stages_time(schedule, cost):
     for stage in range(S):
         busy = sum(price[letter] * work.active[:, stage].sum() for letter, work in schedule.works.items())
         assert schedule.bubble(*cost) == pytest.approx(1 - busy / time, abs=1e-12)
-    # An incomplete last group costs at most as much as a full one.
     assert schedule.ticks <= make_schedule(schedule.name, S, -(-M // S) * S, V).ticks
+    if V > 1 and M % S:
+        return
+    phases, bubble = {
+        "gpipe": ([("F", M + S - 1), ("B", M + S - 1)], (S - 1) / (M + S - 1)),
+        "1f1b": ([("F", S - 1), ("FB", M), ("B", S - 1)], (S - 1) / (M + S - 1)),
+        "interleaved": ([("F", S * V - 1), ("FB", M * V + S - S * V), ("B", S * V - 1)], (S - 1) / (M * V + S - 1)),
+        "zero_bubble": (
+            [("F", S * V - 1), ("FB", S - 1), ("FBW", M * V + 1 - S * V), ("BW", S * V - 1)],
+            (S - 1) * (F + B) / (M * V * (F + B + W) + (S - 1) * (F + B)),
+        ),
+    }[schedule.name]
+    assert schedule.bubble(*cost) == pytest.approx(bubble, abs=1e-12)
+    if schedule.name != "zero_bubble" or M >= S:
+        assert schedule.phases == [(works, ticks) for works, ticks in phases if ticks]
+    assert {used["F"].sum(), used["B"].sum()} == {M * V + S - 1}
 
 
 @settings(max_examples=60, deadline=None)
@@ -189,9 +179,6 @@ def test_errors(arguments, problems):
     assert len(error.value.problems) == len(problems)
     for got, start in zip(error.value.problems, problems, strict=True):
         assert got.startswith(start)
-    if arguments[:3] == ("1f1b", 2, -1):
-        with pytest.raises(ConfigError, match=problems[0]):
-            forward_only(*arguments[1:])
 
 
 @settings(max_examples=3, deadline=None)

@@ -1,6 +1,5 @@
 """The command that runs jzero beside its peers: records, failed cases and the page; every program on CPUs."""
 
-import importlib.util
 import json
 import sys
 
@@ -10,8 +9,6 @@ from experiments.benchmarks import matrix
 
 TINY = "--preset tiny --sequence 32 --steps 2"
 JZERO = f"JAX_PLATFORMS=cpu {TINY} --attention xla --micro-batch 1"
-TORCH = f"OMP_NUM_THREADS=1 {TINY} --attention math --eager"
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the peers are PyTorch's")
 
 
 def run(cases, tmp_path, monkeypatch, gpus):
@@ -32,13 +29,3 @@ def test_a_case_and_one_that_fails(tmp_path, monkeypatch):
         assert "pipe" in text
     for part in (f"{good['tokens_s_gpu']:,}", bad["error"]):
         assert part in page
-
-
-@pytest.mark.slow
-@needs_torch
-def test_the_peers_in_pytorch(tmp_path, monkeypatch):
-    cases = [f"2 | torch | {TORCH} {more}" for more in ("--stage 2", "--parallel tensor")]
-    cases.append(f"2 | torch-pipelines | {TORCH} --accum 4 --schedule interleaved --chunks 2")
-    for record in run(cases, tmp_path, monkeypatch, 2)[0]:
-        assert "error" not in record, record
-        assert record["losses"][0] == pytest.approx(5.55, abs=0.15)  # ln 256
