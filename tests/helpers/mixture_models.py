@@ -113,11 +113,10 @@ class BothTables(OwnModel):
     divided: ClassVar = OwnModel.divided | {"tensor": {"(up|down)$": 0, "embed": 1}}
 
 
-def divided_by_both(model, example=None, **more):
+def divided_by_both(model, **more):
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "mesh": {"expert": 4, "tensor": 2, "zero": 1}}
     mesh = jzero.make_mesh(expert=4, tensor=2, zero=1, devices=jax.devices())
-    built = jzero.from_flax(model, own_loss, example_batch=example)
-    return jzero.make_train_step(built, config | more, mesh=mesh)
+    return jzero.make_train_step(jzero.from_flax(model, own_loss), config | more, mesh=mesh)
 
 
 def own_loss(module, batch):

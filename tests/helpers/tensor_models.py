@@ -182,10 +182,6 @@ def initial(name):
 OPTIMIZERS = {  # name: (changes of the config, the same in optax)
     "SGD": ({}, optax.sgd(LR)),
     "clipped": ({"gradient_clipping": 0.5}, optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(LR))),
-    "AdamW": (
-        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}}},
-        optax.adamw(1e-2, weight_decay=0.1, eps=1e-3),
-    ),
     "frozen": ({"frozen_parameters": ["attn/query", "embed"]}, optax.sgd(LR)),
 }
 
