@@ -12,10 +12,7 @@ from helpers.sampling import assert_pairs, keep, sample, some
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.layout import sharding, storage
 from jzero.layout.zero import naive_gradient
-from jzero.model import ModelFacts
-from jzero.precision import Precision
 
 
 def test_the_layouts_are_a_covering_set():
@@ -68,44 +65,18 @@ def test_the_dtype_of_the_reduction_is_not_the_weights(stage):
     assert float(metrics["loss"]) == pytest.approx(reference.reference("decoder").losses[0], rel=1e-6)
 
 
-MICRO, ACCUM, DEVICES = 2, 3, 4
-W = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
-X = np.random.default_rng(1).normal(size=(DEVICES * ACCUM, MICRO, 8)).astype(np.float32)
-
-
-def loss(w, x):
-    return (jnp.tanh(x @ w) ** 2).sum()
-
-
-def on_devices(mesh, layout, gradient):
-    specs = (layout.spec, P("zero"))
-    run = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=layout.spec, check_vma=False)
-    return np.asarray(jax.jit(run)(W, X))
-
-
 @pytest.mark.parametrize("stage", range(4))
-def test_naive_and_stored_gradients(stage):
-    mesh = jzero.make_mesh(devices=jax.devices()[:DEVICES])
-    config = jzero.Config.load(
-        {"train_batch_size": 24, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    )
-    precision = Precision.from_config(config)
-    facts = ModelFacts(None, {"w": jax.ShapeDtypeStruct(W.shape, W.dtype)}, False, (), None)
-    layout = sharding.param_layouts(facts, config, mesh)["w"]
-    assert (layout.dim is None) == (stage == 0)
+def test_the_plainest_gradient_of_a_stage(stage):
+    """Of four devices with three micro-batches of two rows."""
 
-    def naive(master, xs):
-        return naive_gradient(stage, loss, master, list(xs))
+    def loss(w, x):
+        return (jnp.tanh(x @ w) ** 2).sum()
 
-    def stored(master, xs):
-        diff, nondiff = storage.store_weight(layout, master, precision)
-
-        def one(diff, x):
-            return loss(storage.fetch_weight(layout, diff, nondiff, precision), x)
-
-        return storage.reduce_gradient(layout, sum(jax.grad(one)(diff, x) for x in xs), mesh, precision)
-
-    expected = jax.jit(jax.grad(loss))(W, X.reshape(-1, 8))
-    found = on_devices(mesh, layout, naive)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(on_devices(mesh, layout, stored), found)
+    drawn = zip((0, 1), ((8, 6), (4 * 3, 2, 8)), strict=True)
+    w, x = (np.random.default_rng(seed).normal(size=shape).astype(np.float32) for seed, shape in drawn)
+    spec = P("zero") if stage else P()
+    run = jax.shard_map(
+        lambda w, xs: naive_gradient(stage, loss, w, list(xs)), mesh=jzero.make_mesh(devices=jax.devices()[:4]),
+        in_specs=(spec, P("zero")), out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(jax.jit(run)(w, x), jax.jit(jax.grad(loss))(w, x.reshape(-1, 8)), rtol=1e-5, atol=1e-6)
