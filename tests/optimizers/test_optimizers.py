@@ -88,20 +88,17 @@ def test_an_optimizer_from_user_code_or_the_config():
 
 @pytest.mark.slow
 def test_optimizers_passed_to_initialize():
-    """Constant rates of optax's own, and one that takes the rate of a schedule, are the same SGD."""
-    own, by_rate = optax.sgd(0.1), lambda lr: optax.sgd(lr)
+    """One of optax's with a constant rate, one that tells its rate, and a function of the schedule."""
+    own = optax.sgd(0.1)
     e, tx, _, schedule = build(3, optimizer=own)
-    assert tx is own
-    assert schedule is None
+    assert (tx, schedule) == (own, None)
     assert np.isnan(e.get_lr()[0])
     injected, *_ = build(3, optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
     assert injected.get_lr() == pytest.approx([0.1])
-    scheduled, _, _, schedule = build(3, optimizer=by_rate, lr_scheduler=lambda count: 0.1 * (count + 1))
+    e, _, _, schedule = build(3, optimizer=lambda lr: optax.sgd(lr), lr_scheduler=lambda count: 0.1 * (count + 1))
     assert [float(schedule(n)) for n in (0, 4)] == pytest.approx([0.1, 0.5])
-    for engine in (e, injected, scheduled):
-        engine.train_batch(rows(0))
-        assert_close(engine.state.params, e.state.params, rtol=1e-5, atol=1e-6)
-    assert scheduled.get_lr() == pytest.approx([0.2])
+    e.train_batch(rows(0))
+    assert e.get_lr() == pytest.approx([0.2])
 
 
 @pytest.mark.parametrize(

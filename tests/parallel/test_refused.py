@@ -171,8 +171,6 @@ CONFIGS = [
     ),
     # ZeRO++
     (zero(stage=2, **QWZ), ["zero_quantized_weights = true", "zero_optimization.stage = 2", "use stage 3"]),
-    (zero(stage=2, zero_quantized_gradients=True), ["zero_quantized_gradients = true", "use stage 3"]),
-    (zero(stage=2, **HPZ), ["zero_hpz_partition_size = 2", "use stage 3"]),
     (zero(stage=3, **HPZ) | {"pipeline": {"gather": "step"}}, ['pipeline.gather = "step"', "remove one"]),
     (zero(stage=3, zero_quantized_nontrainable_weights=True), ["stored as int8", "leave it out"]),
     # offload
