@@ -4,7 +4,7 @@ A bug in a layout shows in one setting or in two together far more often than in
 "Software fault interactions"), so a sample in which all pairs occur finds nearly as much as the full matrix.
 """
 
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 
@@ -47,13 +47,6 @@ def keep(cases, chosen):
 def some(cases, chosen):
     """Mark all cases as slow, and those that are not among the chosen ones as a part of the full matrix."""
     return [pytest.param(*case.values, marks=(*case.marks, pytest.mark.slow)) for case in keep(cases, chosen)]
-
-
-def assert_pairs(levels, rows):
-    """Each pair of values of two settings is in some row; `levels` are the values of each setting."""
-    for a, b in combinations(range(len(levels)), 2):
-        missing = set(product(levels[a], levels[b])) - {(row[a], row[b]) for row in rows}
-        assert not missing, (a, b, missing)
 
 
 def _param(case, chosen):
