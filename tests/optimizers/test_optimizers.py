@@ -114,7 +114,6 @@ def test_optimizers_passed_to_initialize():
         ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
         ("AdamW", {"b1": 0.9, "betas": [0.9, 0.99]}, ["optimizer.params.b1: betas [0.9, 0.99] is given too"]),
         ("SGD", {"state_dtype": "fp8"}, ["optimizer.params.state_dtype: 'fp8' belongs to \"optimizer\", next to"]),
-        ("adamax", {"learning_rate": 0.1, "lr": 0.1}, ["optimizer.params.learning_rate: lr 0.1 is given too"]),
         ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),
         ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", '"gram" or "standard"']),
         ("Muon", {"per_head_muon": True}, ["per_head_muon: True", "not supported yet"]),

@@ -41,7 +41,6 @@ DEFAULT = [
 ROWS = [
     *DEFAULT,
     # tensor
-    ("nnx", {"tensor": 4}),
     ("nnx", {"tensor": 2, "zero": 2, "stage": 1, "accum": 2, "unroll": False}),
     ("nnx", {"tensor": 2, "data": 2, "zero": 2, "stage": 3, "remat": "matmuls"}),
     ("linen", {"tensor": 4, "zero": 2, "stage": 3, "remat": "full"}),
@@ -58,7 +57,6 @@ ROWS = [
     ("llama", {"context": 2, "tensor": 2, "zero": 2, "stage": 2}),
     # one more all-gather for the input of each matmul
     ("linen", {"tensor": 2, "zero": 2, "stage": 3, "more": REGATHER}),
-    ("more", {"tensor": 2, "zero": 2, "stage": 3, "more": REGATHER}),
     # tiles, beside the plain model without tiles
     ("tiled", {"oracle": "llama"}),
     ("tiled", {"oracle": "llama", "context": 2, "tensor": 2, "stage": 2, "unroll": False, "remat": "matmuls"}),

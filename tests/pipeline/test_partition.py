@@ -31,7 +31,8 @@ def test_every_layer_once_in_order_and_no_cut_better_balanced(layers, data, meth
     assert len(boundaries) == parts + 1
     assert (boundaries[0], boundaries[-1]) == (0, len(names))
     assert all(a < b for a, b in pairwise(boundaries))
-    weights = {"parameters": sizes, "type:^A": [int(name == "Attention") for name in names]}.get(method)
+    attention = [int(name == "Attention") for name in names]
+    weights = {"parameters": sizes, "best": sizes, "type:^A": attention}.get(method)
     if weights:
         assert heaviest(weights, boundaries) == lightest_possible(weights, parts)
 
@@ -40,7 +41,6 @@ def test_parts_by_hand():
     names = ["Embed", "Linear", "relu", "Linear", "relu", "Linear"]
     sizes = [100, 10, 0, 10, 0, 10]
     assert partition_layers("parameters", names, sizes, 2) == [0, 1, 6]
-    assert partition_layers("best", names, sizes, 2) == [0, 1, 6]
     assert partition_layers("UNIFORM", names, sizes, 4) == [0, 2, 4, 5, 6]
     assert partition_layers("type:linear", names, sizes, 3) == [0, 3, 5, 6]  # an activation stays with what it follows
     assert partition_layers("type:lin|emb", names, sizes, 2) == [0, 3, 6]

@@ -85,7 +85,6 @@ CASES = {  # name: (model, its layers, case, changes of the config)
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
         }
     ),
-    "four layers": ("four", 4, Case("interleaved", 2, 2, 3, 2, chunks=2), {}),
     "four layers, on the host": ("four", 4, Case("interleaved", 2, 2, 3, 2, chunks=2), recomputing("full", True)),
 }  # fmt: skip
 

@@ -175,7 +175,6 @@ def test_boundaries():
     model = pipeline(*layers, num_stages=2, activation_checkpoint_interval=3)
     assert (model.num_stages, model.activation_checkpoint_interval) == (2, 3)
     assert model.boundaries(2) == [0, 2, 4]
-    assert pipeline(*layers, partition_method="uniform").boundaries(3) == [0, 2, 3, 4]
     assert pipeline(*layers, partition_method="type:tanh|linear").boundaries(4) == [0, 1, 2, 3, 4]
 
 

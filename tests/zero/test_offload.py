@@ -36,7 +36,6 @@ CASES = [
     ("stage3", OPTIMIZER, FP16),
     ("stage3", BOTH, {"train_micro_batch_size_per_gpu": 4}),
     ("stage3", BOTH, BF16 | FULL),
-    ("stage3", BOTH, {}),
     ("stage1", OPTIMIZER, {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}),
     ("stage2", OPTIMIZER, {"ema": {"decay": 0.9}}),
     ("stage2", OPTIMIZER, {"optimizer": {"type": "noisy_sgd", "params": {"lr": 0.01}}}),  # which has random numbers
