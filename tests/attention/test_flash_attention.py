@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cuda import needs_cuda_compiler, on_gpu
+from helpers.cuda import on_gpu
 from helpers.named_models import model_of
 from helpers.programs import pairs, traced
 from jax.sharding import AxisType
@@ -142,15 +142,6 @@ def test_flash_attention_without_its_package(monkeypatch):
     assert flash_obstacle(BF16, 128).startswith("FlashAttention-3 needs the extra flash: pip install -e ")
 
 
-def test_jzero_attention_by_flash_attention(kernels, hopper):
-    q, k, v = operands(B)
-    expected = attention(*(x.astype("f4") for x in (q, k, v)), 0.3)[0]
-    by_it = partial(jzero.attention, is_causal=True, scale=0.3, implementation="flash_attention_3")
-    np.testing.assert_allclose(by_it(q, k, v).astype("f4"), expected, atol=0.05)
-    with pytest.raises(ValueError, match="in one dtype"):
-        by_it(q, k.astype("f4"), v)
-
-
 def test_auto_takes_flash_attention_on_this_machines_gpus(kernels, hopper, monkeypatch):
     """On a mesh, which divides the program; cuDNN's where the call or the mesh is not for it, and in a plan."""
     monkeypatch.setattr(attention_kernels, "widest_head", lambda: 128)
@@ -200,8 +191,13 @@ def test_models_with_flash_attention(kernels, hopper, monkeypatch):
     monkeypatch.setattr(attention_kernels, "widest_head", lambda: 0)  # XLA's kernel takes cuDNN's part
     q, k, v = operands(B)
     mask = jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH), bool))
-    found = attend(q, k, v, mask, choice="flash_attention_3", causal=True)
-    np.testing.assert_allclose(found.astype("f4"), attend(q, k, v, causal=True).astype("f4"), atol=0.05)
+    found, expected = attend(q, k, v, mask, choice="flash_attention_3", causal=True), attend(q, k, v, causal=True)
+    np.testing.assert_allclose(found.astype("f4"), expected.astype("f4"), atol=0.05)
+    by_it = partial(jzero.attention, is_causal=True, scale=0.3, implementation="flash_attention_3")
+    expected = attention(*(x.astype("f4") for x in (q, k, v)), 0.3)[0]
+    np.testing.assert_allclose(by_it(q, k, v).astype("f4"), expected, atol=0.05)
+    with pytest.raises(ValueError, match="in one dtype"):
+        by_it(q, k.astype("f4"), v)
     with pytest.raises(ValueError, match="it computes causal attention"):
         attend(q, k, v, mask, choice="flash_attention_3")
     for changes, why in (
@@ -244,13 +240,6 @@ def test_the_compiled_program_calls_flash_attention(config, forward):
     rows, length, width = 4, 512, 128
     scratch = 4 * rows * length * width * (2 + 2 * 1)
     assert memory(compiled).temps == compiled.memory_analysis().temp_size_in_bytes + scratch
-
-
-@needs_cuda_compiler
-@needs_flash
-def test_tensor_refuses_flash_attention():
-    with pytest.raises(ValueError, match="is not divided along tensor"):
-        make_step(mesh={"tensor": 2})
 
 
 @on_gpu

@@ -127,6 +127,9 @@ def test_values_and_gradients_against_float64(name):
     for a, rounded, b in zip(found, unfused, expected, strict=True):
         assert a.dtype == dtype
         assert distance(a, b) <= min(2 * BF16, distance(rounded, b))  # fewer results are rounded
+    # No function with a derivative of its own is left, in which policies of checkpoints would see no product.
+    backward = jax.make_jaxpr(partial(gradients, fused(f)))(args, g)
+    assert not [one for one in operations(backward.jaxpr) if one.name.startswith("custom_vjp_call")]
 
 
 def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
@@ -142,15 +145,6 @@ def test_the_gradients_of_three_unequal_parts_are_written_into_one_array():
     jax.tree.map(np.testing.assert_array_equal, found, known)
     backward = jax.make_jaxpr(jax.grad(fused(f)))(*args).jaxpr
     assert [one.name for one in operations(backward)].count("dynamic_update_slice") == 3
-
-
-@pytest.mark.parametrize("name", ["biased", "cut then biased"])
-def test_policies_of_checkpoints_see_what_a_forward_pass_computes(name):
-    """No function with a derivative of its own is left, in which they see no product."""
-    f, shapes, _ = CHAINS[name]
-    args, (g,) = numbers(*shapes), numbers(shapes[0])
-    backward = jax.make_jaxpr(partial(gradients, fused(f)))(args, g)
-    assert not [one for one in operations(backward.jaxpr) if one.name.startswith("custom_vjp_call")]
 
 
 def test_a_product_of_one_row_is_no_part():
@@ -245,6 +239,7 @@ ALONE = {
     "a product plus a number, cut": lambda x, w, down: in_two(lambda a, b: x * a + b, x @ w + 1),
     "a number plus an array, cut": lambda x, w, down: in_two(lambda a, b: a * b, 1 + x),
     "cut, then a number": lambda x, w, down: in_two(lambda a, b: x * (a + 1) + (b + 1), x @ w),
+    "in float32": lambda *args: gelu(*(x.astype(jnp.float32) for x in args)),
     "empty": lambda x, w, down: tanh(x @ w[:, :0]) @ down[:0],
 }
 
@@ -260,11 +255,6 @@ def test_what_is_not_between_two_products_alone_is_left_alone(name):
         return sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(run(*args)))
 
     jax.tree.map(np.testing.assert_array_equal, *(scalar(run, args) for run in (fused(f), f)))
-
-
-def test_float32_is_left_to_xla():
-    args = numbers(*GELU, dtype=jnp.float32)
-    assert primitives(fused(gelu), *args) == primitives(gelu, *args)
 
 
 # ---------------------------------------------------------------- compiled for GPUs

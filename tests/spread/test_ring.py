@@ -12,7 +12,6 @@ from helpers.refusals import says
 from helpers.sampling import keep
 from helpers.spreading import on_shards, total
 from helpers.tensor_models import assert_one_device, batches, make_step
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jzero.planner.traced_operations import moves
 
@@ -107,23 +106,6 @@ def test_heads_before_sequence():
         ("collective-permute", (2, 1, LENGTH // 4)): 1,
         ("collective-permute", keys): 4,  # keys, values and their gradients, around the ring
     }  # fmt: skip
-
-
-def test_heads_before_the_sequence_in_memory():
-    """cuDNN's other layout, [rows, heads, sequence, width]."""
-
-    @jax.jit
-    def f(q, k, v):
-        return cudnn.dot_product_attention(q, k, v, scale=0.5, mask_type=cudnn.MaskType.CAUSAL, qkv_layout="BNTH")
-
-    def plain(q, k, v):
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, scale=0.5, is_causal=True, implementation="xla").swapaxes(1, 2)
-
-    arrays, _, degrees = operands(6, 2, FORMS["alone"])
-    moves, whole = compare(f, plain, [x.swapaxes(1, 2) for x in arrays], [((2, None), False)] * 3, degrees)
-    assert not whole
-    assert {move.kind for move in moves} == {"collective-permute", "all-to-all"}
 
 
 WHOLE = {  # changes of `attend`, and operands: what allows no ring runs on whole arrays
