@@ -215,14 +215,6 @@ def test_weights_used_for_nothing_but_products():
     assert found.others == expected | {"stack/narrow": "3 in or out, below min_size = 8"}
 
 
-def test_layers_of_models():
-    """The head is a product of 64 columns, and a tied embedding is looked up; experts have grouped products."""
-    found = chosen("mixture", exclude=["qkv"])
-    assert found.names == {"stack/attention/out/kernel"}
-    assert found.others["stack/attention/qkv/kernel"] == "excluded"
-    assert {"stack/mlp/gate_up", "stack/mlp/down"} <= set(found.others)
-
-
 def zero(**more):
     return {"degrees": {"zero": 2}, "more": {"zero_optimization": {"stage": 3, **more}}}
 
@@ -274,12 +266,19 @@ def test_the_report_lists_both():
 
 
 def test_bytes_of_a_plan_before_and_after_the_trace():
-    """Before it every matrix that is large enough counts; a mixture's experts are found out by the trace."""
-    step, plain = (step_of("mixture", degrees={"zero": 2}, stage=2, enabled=on) for on in (True, False))
+    """Before it every matrix that is large enough counts; experts, with grouped products, are found out by the trace.
+
+    The head is a product of 64 columns, and a tied embedding is looked up.
+    """
+    layout = {"degrees": {"zero": 2}, "stage": 2, "exclude": ["qkv"]}
+    step, plain = (step_of("mixture", enabled=on, **layout) for on in (True, False))
     before = names_in_fp8(step), state_bytes(step).parameters
     step.trace(TOKENS)
     after = names_in_fp8(step), state_bytes(step).parameters
-    assert before[0] > after[0]
+    assert before[0] > after[0] == step.setup.fp8.choice.names == {"stack/attention/out/kernel"}
+    others = step.setup.fp8.choice.others
+    assert others["stack/attention/qkv/kernel"] == "excluded"
+    assert {"stack/mlp/gate_up", "stack/mlp/down"} <= set(others)
     leaves = {leaf.name: int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(step.layouts)}
     assert names_in_fp8(plain) == frozenset()
     assert state_bytes(plain).parameters - after[1] == sum(leaves[name] for name in after[0])

@@ -1,7 +1,6 @@
 """Cross-entropies of users' own losses by kernels: against float64, against the library's function, and in a step."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -80,27 +79,6 @@ def test_labels_that_are_no_columns():
     assert np.isnan(found[0]).tolist() == [False, False, True, True, False, True, True, False]
     for a, b in zip(found, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-def masked(logits, labels):
-    return jnp.where(labels > V // 2, of_optax(logits, jnp.where(labels > V // 2, labels, 0)), 0).sum()
-
-
-def twice(logits, labels):
-    return of_optax(logits, labels).mean() + of_log_softmax(logits[..., ::-1], labels).mean()
-
-
-@pytest.mark.parametrize(("f", "n"), [(masked, 1), (twice, 2)])
-def test_what_stands_around_a_loss_stays(f, n):
-    logits, labels, _ = numbers(2, 3, dtype=jnp.bfloat16)
-    assert kernels(by_kernels(f), logits, labels) == n
-
-    @partial(jax.jit, static_argnums=0)
-    def results(f, logits):
-        return jax.value_and_grad(f)(logits, labels)
-
-    for a, b in zip(results(f, logits), results(by_kernels(f), logits), strict=True):
-        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (a, b)), rtol=2**-7, atol=1e-6)
 
 
 def with_accuracy(logits, labels):
@@ -222,7 +200,8 @@ class Words(nnx.Module):
 
 
 def loss_fn(model, batch):
-    return of_optax(model(batch["inputs"]), batch["labels"]).mean()
+    counts = batch["labels"] > V // 4
+    return jnp.where(counts, of_optax(model(batch["inputs"]), jnp.where(counts, batch["labels"], 0)), 0).mean()
 
 
 TOKENS = np.random.default_rng(0).integers(0, V, (2, ROWS, LENGTH)).astype(np.int32)
