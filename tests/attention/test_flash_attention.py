@@ -21,7 +21,6 @@ import jzero
 from jzero import attention_kernels
 from jzero.attention_kernels import flash_obstacle, kernel_for, kernel_note
 from jzero.planner import gpu_devices, memory
-from jzero.planner.advice import _attention
 from jzero.planner.gpus import GPUS
 from jzero.profiling.flops import step_flops
 from models.attention import attend
@@ -242,11 +241,3 @@ def test_the_compiled_program_calls_flash_attention(config, forward):
     rows, length, width = 4, 512, 128
     scratch = 4 * rows * length * width * (2 + 2 * 1)
     assert memory(compiled).temps == compiled.memory_analysis().temp_size_in_bytes + scratch
-
-
-def test_a_plan_does_not_advise_another_kernel():
-    """The text has a width that equals the sequence, as the shape of kept scores does."""
-    gpu, amount = GPUS["h200"], SimpleNamespace(tokens=4096 * 2, samples=2)
-    text = "%x = bf16[2,4096,4096]{2,1,0} add(%a, %b)"
-    assert len(list(_attention(gpu, text, amount))) == 1
-    assert not list(_attention(gpu, text + ' custom_call_target="flash_mha_fwd"', amount))

@@ -235,7 +235,6 @@ NOT_DIVISIBLE = {"model": "layers", "degrees": {"pipe": 3}, "more": {"gradient_a
         (zero(zero_quantized_weights=True), f"{ON} and zero_optimization.zero_quantized_weights = true: .* keep one"),
         (zero(offload_param={"device": "cpu"}), f'{ON} and .*offload_param.device = "cpu": .*use offload_optimizer'),
         ({"recipe": "nvfp4"}, f'fp8.recipe = "nvfp4": {RECIPES}; scales of blocks .* need Blackwell GPUs'),
-        ({"recipe": 1}, f"fp8.recipe = .*: {RECIPES}; or leave it out"),
         ({"format": "e5m2"}, 'fp8.format = "e5m2": must be "hybrid" or "e4m3"'),
         ({"amax_history_len": 16}, 'fp8.amax_history_len = 16 with fp8.recipe = "current": only the recipe "delayed"'),
         (NOT_DIVISIBLE, rf".*{ON} .*mesh.pipe = 3.*a stack divisible by the stages"),
@@ -251,7 +250,6 @@ def test_what_is_refused(given, message):
 
 def test_the_report_lists_both():
     step = step_of(exclude=["down"])
-    assert "\nfp8\n" not in report(step)
     assert "bf16 and fp8: masters float32" in report(step)
     assert "ZeRO-0, bf16 and fp8, " in repr(step)
     step.trace(TOKENS)

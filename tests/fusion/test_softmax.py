@@ -224,13 +224,11 @@ def test_a_chunk_reads_and_writes_its_slot():
             x = x + (jax.nn.silu(gate) * up) @ down
         return x, state
 
-    *weights, x, dy = numbers((16, 128), (64, 16), (16, 128), (64, 16), (4, 8, 16), (4, 8, 16))
-    operands = (list(zip(weights[::2], weights[1::2], strict=True)), []), (), x, ()
+    *weights, x, dy = numbers(*[(16, 128), (64, 16)] * 2, *[(4, 8, 16)] * 2)
+    operands = ([weights[:2], weights[2:]], []), (), x, ()
     chunk = Chunk(layers, operands)
     (y, _), kept = jax.jit(chunk.forward)(*operands)
     gradients = jax.jit(lambda kept: chunk.backward(operands[0], (), kept, dy))(kept)
-    names = [eqn.primitive.name for eqn in chunk.program.eqns]
-    assert names.count("map_parts") == 2
 
     def traced(f, stash):
         trace = jax.jit(f).trace(stash)

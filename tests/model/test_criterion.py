@@ -36,11 +36,8 @@ class Stacked(nnx.Module):
         self.stack = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(4))
         self.last = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
-    def prefix(self, inputs):
-        return self.first(inputs)
-
-    def suffix(self, x, inputs):
-        return self.last(x)
+    prefix = lambda self, inputs: self.first(inputs)  # noqa: E731
+    suffix = lambda self, x, inputs: self.last(x)  # noqa: E731
 
     def whole(self, x):
         x = self.first(x)

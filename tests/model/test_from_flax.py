@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.drawn import random_params
-from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, dense, mean_square, nnx_loss
+from helpers.plain_flax import KEY, LR, ROWS, WIDTH, X, mean_square, nnx_loss
 from helpers.refusals import refuses
 from helpers.steps import compare, mesh, settings
 
@@ -23,10 +23,11 @@ ONES = np.ones((512, WIDTH), np.float32)
 
 
 class Late(nnx.Module):
-    """`rngs` not first, and not keyword-only."""
+    """`rngs` not first, and not keyword-only; a kernel with axes of a mesh that there is not."""
 
     def __init__(self, width=2, rngs=None):
-        self.linear = nnx.Linear(WIDTH, width, rngs=rngs)
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("model", None))
+        self.linear = nnx.Linear(WIDTH, width, kernel_init=init, rngs=rngs)
 
     def __call__(self, x):
         return self.linear(x)
@@ -139,14 +140,6 @@ def test_a_mode_that_the_constructor_fixed_stays():
     assert line.startswith("off, shut: use_running_average or deterministic is true, as built, in training too")
     built = jzero.from_flax(nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)), mean_square)
     assert not hasattr(built, "report_notes"), "`from_flax` calls train() of a built module"
-
-
-def test_nnx_with_partitioning():
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("model", None))
-    model = jzero.from_flax(partial(nnx.Linear, WIDTH, WIDTH, kernel_init=init), mean_square)
-    step = jzero.make_train_step(model, settings(ROWS, 3))
-    plain = lambda p, x, _: (dense(p, x) ** 2).mean()  # noqa: E731
-    compare(step, [X] * 3, plain, optax.sgd(LR), random_params(model), rtol=1e-6)
 
 
 class Table(nnx.Module):

@@ -86,8 +86,6 @@ def test_linen_streams_of_any_name_follow_the_key():
     first, again, other, off = map(np.asarray, noise)
     np.testing.assert_array_equal(first, again)
     assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.05
-    assert first.mean() == pytest.approx(0, abs=0.05)
-    assert first.std() == pytest.approx(1, abs=0.05)
     assert (off == 0).all()
 
 

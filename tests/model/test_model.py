@@ -35,13 +35,9 @@ def test_flops_per_token():
     expected = 6 * (2 * layer + 32 + 32 * 64) + 6 * 2 * 32 * 100
     assert TINY.flops_per_token(100) == expected
     assert dataclasses.replace(TINY, tied=True).flops_per_token(100) == expected
-
-
-@pytest.mark.parametrize(("length", "chunk", "window"), [(100, 12.5, 21.875), (60, 11.25, 19.791_666), (20, 10, 10)])
-def test_flops_of_chunks_and_windows(length, chunk, window):
-    """A token of a chunk of 25 sees half of it; one of a sliding window all 25, but for the first tokens."""
+    # A token of a chunk of 25 sees half of it; one of a sliding window all 25, but for the first tokens.
     of_a_key = 6 * 2 * (32 + 32)  # two layers, with queries' products of 32 and values' of 32
-    for chunked, keys in ((True, chunk), (False, window)):
+    for chunked, length, keys in ((True, 100, 12.5), (True, 60, 11.25), (False, 100, 21.875), (False, 20, 10)):
         made = dataclasses.replace(TINY, window=25, chunked=chunked)
         found = made.flops_per_token(length) - TINY.flops_per_token(length)
         assert found == pytest.approx(of_a_key * (keys - length / 2), rel=1e-6)

@@ -1,6 +1,5 @@
 """Layer stacks from modules as people write them. Oracle: the same module with plain Flax and optax on one device."""
 
-import re
 from typing import ClassVar
 
 import jax
@@ -309,21 +308,6 @@ def make_step(stack, **more):
 
 def sgd(pattern):
     return {"type": "SGD", "params": {"lr": 0.5}, "groups": [{"match": pattern, "lr_scale": 0.1}]}
-
-
-def test_patterns_match_the_names_of_the_module():
-    """As without stack=, so one config serves both."""
-    more = {"frozen_parameters": ["^tokens", "^blocks/[0-9]+/norm/"], "optimizer": sgd("^blocks/./up/")}
-    plain, stacked = (make_step(stack, **more) for stack in (None, "blocks"))
-    trained, of_stack = (
-        {layout.name: layout.trainable for layout in jax.tree.leaves(step.layouts)} for step in (plain, stacked)
-    )
-    for name, parts in stacked.model.names.parameters:
-        frozen = bool(re.search("^tokens|^blocks/./norm", parts[0]))
-        assert {trained[part] for part in parts} == {of_stack[name]} == {not frozen}
-    groups = [[*step.setup.optimizer.groups[0].leaves] for step in (plain, stacked)]
-    assert groups[0] == [f"blocks/{i}/up/{x}" for i in range(2) for x in ("bias", "kernel")]
-    assert groups[1] == ["stack/up/bias", "stack/up/kernel"]
 
 
 @pytest.mark.parametrize("key", ["frozen_parameters", "trainable_parameters", "optimizer"])

@@ -107,7 +107,6 @@ def test_groups(degrees, of_experts, inner, capacity_factor, shapes):
         (lambda x, r, up, down: (x, r, up[0, 0], down), r"up \[\d+, \d+\], down .*; must be"),
         (lambda x, r, up, down: (x[0], r, up, down), r"must be \[B, S, D\]"),
         (lambda x, r, up, down: (x[:, :, 1:], r, up, down), r"x \[4, 8, 5\]"),
-        (lambda x, r, up, down: (x, r, up, down[:, 1:]), r"down \[8, 3, 6\]"),
         (lambda x, r, up, down: (x[:, 1:], r, up, down), r"the routing is of tokens \[4, 8\]"),
         (lambda x, r, up, down: (x, r, up[1:], down[1:]), r"8 experts, x has tokens \[4, 8\] and up 7 experts"),
         (lambda x, r, up, down: (x, (r.experts, r.weights), up, down), "routing is tuple; must be what jzero.route"),
@@ -186,7 +185,6 @@ CAPACITY = "must be a positive number"
         ({"groups": (3, 2, 3)}, "groups = .3, 2, 3. of 6 experts, top_k = 2; must be"),
         ({"capacity_factor": 0.0}, f"capacity_factor = 0.0, min_capacity = 4; {CAPACITY} or None, and a"),
         ({"capacity_factor": 1.0, "min_capacity": 0}, f"capacity_factor = 1.0, min_capacity = 0; {CAPACITY}"),
-        ({"capacity_factor": float("nan")}, f"capacity_factor = nan, min_capacity = 4; {CAPACITY}"),
         *(({"top_k": k}, f"top_k = {k} of 6 experts; must be a whole number from 1 to 6") for k in (0, 7, 2.0)),
     ],
 )

@@ -96,6 +96,7 @@ def test_what_is_meant_to_be_so():
     clean = [collective("all-gather"), collective("reduce-scatter"), collective("all-reduce", "f32", 4)]
     assert warn(rows=clean, mesh={"data": 2, "zero": 1}) == ()  # stage 0
     assert warn(text=SCORES, gpu="t4") == ()  # has no cuDNN attention
+    assert warn(text=SCORES + ' custom_call_target="flash_mha_fwd"') == ()
 
 
 def told_too_large(gpus, most, rows=4, stage=0, **mesh):

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.named_models import model_of
-from helpers.oracle import train
 from helpers.refusals import refuses
 from helpers.sampling import keep
-from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, batches, initial, make_step, model, reference
+from helpers.tensor_models import BATCH, DIMENSIONS, GPT, SEQUENCE, WIDTH, batches, make_step, model
 
 import jzero
 from jzero.model import STACK
@@ -51,8 +50,6 @@ def test_a_step_without_a_table_finds_one():
     found = step.config.tensor_parallel.dimensions
     assert dims_of(found, ["stack/up/kernel", "stack/down/kernel"]) == {"stack/up/kernel": 1, "stack/down/kernel": 0}
     assert 'tensor_parallel.dimensions, found by trying: {"^ends/' in re.sub(r"\s+", " ", jzero.report(step))
-    seen, _ = train(step, initial("nnx"), batches())
-    np.testing.assert_allclose(seen, reference("nnx").seen, rtol=1e-6)
 
 
 class Adapter(nnx.Module):
