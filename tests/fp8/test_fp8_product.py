@@ -93,6 +93,10 @@ def test_three_products_of_rounded_factors(order, fp8_format):
     close(db, np.einsum(f"{left},{out}->{right}", a8, g8))
     exact = np.einsum(f"{left},{out}->{right}", *(np.asarray(v, np.float64) for v in (a, g)))
     assert np.linalg.norm(np.asarray(db, np.float64) - exact) > 2 * BF16 * np.linalg.norm(exact)  # the test can fail
+    if order == "x w":
+        *frozen, nothing = jzeros(letters, weight, a, b, g, gradients, trained=False)
+        jax.tree.map(np.testing.assert_array_equal, frozen, [y, da])
+        assert nothing is None
 
 
 def test_a_product_by_known_scales():
@@ -118,14 +122,6 @@ def test_a_product_by_known_scales():
         close(one, expected)
     largest = [np.abs(np.asarray(v, np.float64)).max() for v in (x, g)]
     np.testing.assert_array_equal(bound(counts), 2.0 ** (np.floor(np.log2(largest)) + 1))
-
-
-def test_a_frozen_weight_has_no_gradient():
-    a, b, g = factors(PLAIN)
-    y, dx, dw = jzeros(PLAIN, 1, a, b, g, E5M2, trained=False)
-    assert dw is None
-    close(y, np.einsum(PLAIN, rounded(a, E4M3), rounded(b, E4M3)))
-    close(dx, np.einsum("tn,kn->tk", rounded(g, E5M2), rounded(b, E4M3)))
 
 
 @pytest.mark.parametrize(

@@ -175,16 +175,6 @@ def test_a_program_with_a_print(run, capfd):
     assert capfd.readouterr().out.count("largest") == 1
 
 
-def test_a_long_sum_of_products_is_found_in_one_walk():
-    def doubled(x, w, down):
-        y = x @ w
-        for _ in range(2000):
-            y = y + y
-        return tanh(y) @ down
-
-    assert len(Chains(jax.make_jaxpr(doubled)(*numbers(*GELU)).jaxpr).of) == 1
-
-
 def test_results_that_are_no_arrays_and_errors_of_the_function_itself():
     traces = []
 

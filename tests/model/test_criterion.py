@@ -96,9 +96,7 @@ def test_the_tutorials_loop_is_plain_training():
     kernel = engine.state.params["ends"]["last"]["kernel"]
     np.testing.assert_allclose(kernel, module.last.kernel[...], rtol=1e-4, atol=2e-6)
     x, labels = steps[0][0]
-    expected = module.whole(x)
-    np.testing.assert_allclose(engine.eval_batch((x, labels)), criterion(expected, labels), rtol=1e-5)
-    np.testing.assert_allclose(engine.eval()(np.concatenate([x, x]))[len(x) :], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(engine.eval_batch((x, labels)), criterion(module.whole(x), labels), rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -70,17 +70,6 @@ class Pair(nnx.Module):
         return x, total + (x**2).mean()
 
 
-class Encoder(nnx.Module):
-    """A scanned stack inside another module, beside a scan of something else."""
-
-    def __init__(self, rngs):
-        self.encoder = stack_models.SmallScannedGPT(rngs)
-
-    def __call__(self, tokens):
-        logits = self.encoder(tokens)
-        return logits + jax.lax.scan(lambda total, x: (total + x, None), logits[0], logits)[0]
-
-
 class Methods(SmallGPT):
     """Hidden states of all layers go into the head: not a chain, but written as one with two methods."""
 
@@ -112,7 +101,6 @@ class Collecting(Small):
 CUT = [
     (Methods, Methods.whole, None, "blocks"),
     (Pairs, loss_fn, loss_fn, "blocks"),
-    (Encoder, loss_fn, loss_fn, "encoder.blocks"),
 ]
 
 
@@ -296,9 +284,14 @@ class Numbered(nnx.Module):
             setattr(self, name, nnx.Linear(2, 2, rngs=rngs))
 
 
+class Outer(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = Numbered(rngs)
+
+
 def test_numbered_attributes_end_at_the_first_gap_and_are_named_alike():
-    model = jzero.from_flax(Numbered, mean_square, stack="block")
-    assert model.places.keys == (("block_0",), ("block_1",))
+    model = jzero.from_flax(Outer, mean_square, stack="inner.block")
+    assert model.places.keys == (("inner", "block_0"), ("inner", "block_1"))
 
 
 def make_step(stack, **more):
