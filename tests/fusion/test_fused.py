@@ -258,10 +258,9 @@ ACTIVATIONS = {
 }
 
 
-def compiled(f, *shapes, gpu="h100", dtype=jnp.bfloat16):
-    placed = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices(gpu, 1)), jax.P())
-    given = [s if isinstance(s[0], tuple) else (s, dtype) for s in shapes]
-    args = [jax.ShapeDtypeStruct(*each, sharding=placed) for each in given]
+def compiled(f, *shapes):
+    placed = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices("h100", 1)), jax.P())
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed) for shape in shapes]
     return jax.jit(f).lower(*args).compile().as_text()
 
 
@@ -269,8 +268,8 @@ def kernels(text):
     return re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)
 
 
-def passes_over(text, shape, dtype="bf16"):
-    loops = rf"{dtype}\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
+def passes_over(text, shape):
+    loops = rf"bf16\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
     return [line for line in text.split("\nENTRY ")[1].splitlines() if re.search(loops, line)]
 
 

@@ -246,6 +246,22 @@ def test_a_chunk_reads_and_writes_its_slot():
     jax.tree.map(np.testing.assert_array_equal, back, gradients)
 
 
+def test_what_is_not_finite_stays_in_its_place():
+    @jax.jit
+    def run(x, bias):
+        results = [(8, 1, 1024)] * 3 + [(1, 1, 1024)]
+        kernel = parts.tiled_map_parts(with_row, x, x, x, bias, results=results)
+        return kernel, map_parts(with_row, [x, x, x, bias], [1] * 4)
+
+    x, bias = numbers((8, 1, 1024), (1, 1, 1024))
+    for bad in (np.nan, -np.inf):
+        x[3, 0, 5] = bad
+        for found in run(x, bias):
+            kept = [np.isfinite(np.asarray(y, np.float32)) for y in found]
+            assert all(y.sum() >= y.size - 1 and y[..., :5].all() and y[..., 6:].all() for y in kept)
+            assert not kept[3][0, 0, 5]
+
+
 def test_shapes_that_the_kernel_does_not_take():
     for shape in ((1, 1, 512), (7, 1, 512), (64, 1, 192), (2**20, 1, 4096)):
         assert not parts.supports_elementwise([shape], [shape])

@@ -227,7 +227,7 @@ print("", json.dumps([found, rooms, then]))
     assert not set(rooms) & {"deepspeed", "launcher", "recipes", "plots", "models"}
     assert "jax" in then
     # Checkpoints, traces of layers and exports import what they need, when they do.
-    assert not {"orbax", "tensorstore", "scipy", "grain", "matplotlib"} & set(then)
+    assert not {"orbax", "tensorstore", "scipy", "grain", "matplotlib", "torch"} & set(then)
 
 
 def test_a_job_s_command_does_not_import_jax(tmp_path):

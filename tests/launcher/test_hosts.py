@@ -121,6 +121,13 @@ def launch(start, hosts, worker, tmp_path):
     return launch
 
 
+def test_kill_the_command(launch):
+    job = launch("worker.py", "children").until(("ready", 4))
+    (command,) = [pid for pid, words in job.processes("-m jzero").items() if words.split()[0].endswith("python")]
+    job.kill(command)  # without the prefix that runs it on a host
+    job.gone(10)
+
+
 @pytest.mark.slow
 def test_two_hosts(launch, hosts, tmp_path):
     """They listen at the address of the first one alone."""

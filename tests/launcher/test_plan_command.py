@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,14 +222,8 @@ def test_one_line_for_each_mistake(jzero_plan, tmp_path, pytestconfig):
 
 def test_a_plugin_of_another_jaxlib(jzero_plan, monkeypatch):
     versions = {"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.9.9"}
-
-    def version(name):
-        if name not in versions:
-            raise PackageNotFoundError(name)
-        return versions[name]
-
     monkeypatch.setattr(gpus.topologies, "get_topology_desc", Mock(side_effect=NotImplementedError("cuda")))
-    monkeypatch.setattr(gpus, "version", version)
+    monkeypatch.setattr(gpus, "version", lambda name: versions.get(name) or version("absent"))
     monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: versions)
     gpus._topology.cache_clear()
     code, _, said = jzero_plan(TINY)

@@ -228,6 +228,7 @@ engine.train_batch(runs.batch(0))
 tried("tag", lambda: engine.save_checkpoint(directory, tag=f"tag{rank}"))
 tried("directory", lambda: engine.save_checkpoint(directory + "x" * rank))
 tried("nothing", lambda: engine.load_checkpoint(directory))
+tried("place", lambda: engine.save_checkpoint("/proc/none"))
 tried("home", lambda: runs.build(layout, resume=__file__ if rank else directory))
 tried("good", lambda: engine.save_checkpoint(directory, tag="good").wait())
 tried("client", lambda: engine.save_checkpoint(directory, client_state=5 if rank else None))
@@ -254,6 +255,7 @@ MESSAGES = {
     "tag": "tag must be the same on all processes; it is 'tag0' on rank 0, 'tag1' on rank 1",
     "directory": "directory must be the same on all processes",
     "home": "worker.py is not a writable directory; name a directory that can be written",
+    "place": "CheckpointError: checkpoint /proc/none/global_step1 cannot be written",
     "nothing": "has no default checkpoint",
     "client": "ConfigError: client_state is not JSON: 5 is not a dictionary",
     "keys": "the key 1 would be read back as a string",

@@ -13,7 +13,7 @@ from jobs import call
 
 from jzero import ConfigError
 from jzero.distributed import connections
-from jzero.distributed.connections import authenticate, bind_address
+from jzero.distributed.connections import authenticate, bind_address, listen_at
 from jzero.distributed.joining import meet
 from jzero.launcher import agent
 
@@ -268,3 +268,5 @@ def test_the_address_of_a_name(monkeypatch):
     assert [bind_address(name, True, given) for name in ("localhost", "::1")] == ["127.0.0.1", "::1"]
     with pytest.raises(ConfigError, match=r"JZERO_BIND_ADDRESS = 'eth0': must be an IPv4 or IPv6 address"):
         bind_address("localhost", True, {"JZERO_BIND_ADDRESS": "eth0"})
+    with listen_at("127.0.0.1", 0) as server:
+        assert server.getsockname()[0] == "127.0.0.1"

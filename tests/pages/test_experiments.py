@@ -78,6 +78,17 @@ def test_pretrain_on_text_files(run_pretrain, tmp_path, capsys):
     assert expected[8] < expected[1] - 0.1
 
 
+@pytest.mark.parametrize("options", [[], ["--bpe", "260"]])
+def test_tokens_of_jsonl(options, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"né {i}\n"}) + "\n" for i in range(3)))
+    (tmp_path / "b.txt").write_text("b")
+    tokens.main([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt"), "--out", str(tmp_path), *options])
+    assert f"vocabulary {options[1] if options else 257}\n4 documents, " in capsys.readouterr().out
+    assert json.loads((tmp_path / "tokens.npy.json").read_text())["documents"] == 4
+    assert (tmp_path / "tokenizer.json").exists() == bool(options)
+
+
 @pytest.mark.slow
 def test_pretrain_on_the_library(run_pretrain):
     printed = run_pretrain("--override gradient_accumulation_steps=2 --steps 6 --eval-every 4")
@@ -145,9 +156,6 @@ def test_the_corpus_its_windows_and_its_bigrams():
     assert loss == pytest.approx(-(np.log(4 / 259) + np.log(3 / 258)) / 2)
 
 
-PICTURE = b"\x89PNG"
-
-
 @pytest.mark.slow
 def test_gpt(tmp_path, capsys):
     """On a text file; a byte at random costs log 256 = 5.5 nats."""
@@ -161,7 +169,7 @@ def test_gpt(tmp_path, capsys):
     assert sample.startswith("def ")
     assert len(sample.encode()) >= 32
     assert f"a sample:\n\n{sample}" in capsys.readouterr().out
-    assert (tmp_path / "curves.png").read_bytes().startswith(PICTURE)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -184,4 +192,4 @@ def test_an_example_learns(program, steps, first, last, least, said, tmp_path, c
     assert losses[-1] < last
     assert found > least
     assert said.format(found) in capsys.readouterr().out
-    assert (tmp_path / "curves.png").read_bytes().startswith(PICTURE)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -2,11 +2,9 @@
 
 import json
 import math
-import re
 
-import jax
 import pytest
-from helpers.sampling import keep, some
+from helpers.sampling import some
 
 from experiments.benchmarks import first, gpu, mixtures
 
@@ -32,18 +30,6 @@ def test_a_row_trains(module, name, runner, monkeypatch, capsys):
     assert start == pytest.approx(math.log(vocab), abs=0.8 if module is first else 0.3)
     assert end < start - (0.01 if module is first else 0.1)
     assert found["step_s_min"] <= found["step_s"] <= found["step_s_max"]
-
-
-@pytest.mark.parametrize("name", keep(list(first.CASES), ["gpt2-dropout"]))
-def test_plain_flax_multiplies_in_bfloat16(name):
-    """A single layer that computes in float32 makes all after it do so: the row would compare two dtypes."""
-    case = first.CASES[name].tiny()
-    start, step = first.flax_step(case)
-    text = jax.jit(step).lower(*jax.eval_shape(start), first.batch_of(case)).as_text()
-    products = [x for x in text.splitlines() if re.search(r"stablehlo\.(dot_general|convolution)\b", x)]
-    with_weights = [x for x in products if "batching_dims" not in x]  # and not attention's
-    assert len(with_weights) > 20
-    assert {dtype for x in with_weights for dtype in re.findall(r"tensor<[^>]*x(\w+)>", x)[:2]} == {"bf16"}
 
 
 @pytest.mark.slow

@@ -67,6 +67,10 @@ REFUSED = {
         lambda: jzero.make_mesh({**SGD, "sequence_parallel_size": 2, "mesh": {"context": 4}}),
         "sequence_parallel_size = 2 and mesh.context = 4", "both are the degree",
     ),
+    "autoep_size and mesh": (
+        lambda: jzero.make_mesh({"expert_parallel": {"enabled": True, "autoep_size": 2}, "mesh": {"expert": 4}}),
+        "expert_parallel.autoep_size = 2 and mesh.expert = 4", "both are the degree",
+    ),
     "autotp_size and a mesh passed in": (
         lambda: on_mesh({"tensor_parallel": {"autotp_size": 4, "dimensions": DIMENSIONS["nnx"]}}, tensor=2, zero=2),
         "autotp_size = 4 in the config, but the mesh passed in has tensor 2",
@@ -171,6 +175,8 @@ CONFIGS = [
     ),
     # ZeRO++
     (zero(stage=2, **QWZ), ["zero_quantized_weights = true", "zero_optimization.stage = 2", "use stage 3"]),
+    (zero(stage=2, zero_quantized_gradients=True), ["zero_quantized_gradients = true", "use stage 3"]),
+    (zero(stage=2, **HPZ), ["zero_hpz_partition_size = 2", "use stage 3"]),
     (zero(stage=3, **HPZ) | {"pipeline": {"gather": "step"}}, ['pipeline.gather = "step"', "remove one"]),
     (zero(stage=3, zero_quantized_nontrainable_weights=True), ["stored as int8", "leave it out"]),
     # offload

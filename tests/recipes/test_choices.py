@@ -118,6 +118,8 @@ def test_no_step_is_taken_at_rate_zero(steps):
     schedule = make_lr_schedule(section["type"], section["params"], 2e-4)
     rates, warmup = np.array([schedule.lr(n) for n in range(steps)]), max(1, steps // 30)
     np.testing.assert_allclose(rates[:warmup], [2e-4 * (n + 1) / (warmup + 1) for n in range(warmup)], rtol=1e-6)
+    cosine = (1 + np.cos(np.pi * np.arange(steps - warmup) / max(1, steps - warmup))) / 2
+    np.testing.assert_allclose(rates[warmup:], 2e-4 * cosine, rtol=1e-5, atol=1e-10)  # 2e-4 in float32
     assert (rates > 0).all()
 
 

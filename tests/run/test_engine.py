@@ -172,6 +172,18 @@ def test_what_initialize_refuses():
         refused(lambda more=more: jzero.initialize(**given, **more), words)
 
 
+def test_training_data():
+    """Its position moves with the engine's global batches, whose size changes."""
+    e, _, loader, _ = build(model=LINE, training_data=rows(0, 7 * engines.UNIT))
+    e.train_batch()
+    assert loader.position == {"epoch": 0, "samples": engines.TRAIN}
+    e.set_train_batch_size(2 * engines.UNIT)
+    for _ in range(4):
+        e.train_batch()
+    assert loader.position == {"epoch": 1, "samples": 4 * engines.UNIT}  # 3 + 2 x 2 micro-batches, then the next epoch
+    assert (e.global_steps, e.global_samples) == (5, engines.TRAIN + 4 * 2 * engines.UNIT)
+
+
 def test_a_micro_batch_of_the_loader_is_not_copied():
     engine, _, loader, _ = build(model=LINE, training_data=rows(0))
     batch = next(iter(loader))

@@ -17,6 +17,7 @@ from helpers.regression import CONFIG, Regression
 
 import jzero
 from jzero import events
+from jzero.config.observed import FilesConfig
 from jzero.run import monitors
 
 LOSS = "Train/Samples/train_loss"
@@ -227,3 +228,11 @@ def test_another_engine_in_the_same_directory_leaves_the_records_of_the_first(tm
     small(checkpoint={"dir": str(tmp_path)})
     records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record["kind"] in ("step", "end")][:4] == [1, 2, 3, 3]
+
+
+@pytest.mark.slow
+def test_tensorboard_itself(tmp_path):
+    board = monitors.TensorBoard(FilesConfig(enabled=True, output_path=str(tmp_path), job_name=""))
+    board.write({LOSS: 2.0}, 16, 2)
+    board.close()
+    assert b"train_loss" in next(tmp_path.iterdir()).read_bytes()

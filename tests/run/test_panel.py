@@ -71,6 +71,7 @@ def test_a_panel_reads_its_run(monkeypatch):
     assert (found.step, found.total, found.skipped, found.memory) == (7, 40, 1, (5, 9))
     assert (found.metrics["loss"], found.waits, found.scaled) == (0.5, {DATA: 0.25}, False)
     finished.add(40, Amount(4), {"loss": 0.5}, 11.0)
+    assert finished.step_s == 1.0
     assert finished.totals == Totals(2, 12, None, 1, 11.0)
     assert (facts().total, facts().left) == (40, 0)
     finished.add(41, Amount(8), {"loss": 0.5}, 12.0)

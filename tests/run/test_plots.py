@@ -144,15 +144,6 @@ def test_the_command(runs, tmp_path, capsys):
     assert said.count("goodput") == 2
 
 
-def test_metrics_with_hostile_names_are_drawn(tmp_path):
-    hostile = ["", "a\x1b[2J\nb\x00\ud800$\\frac{", "/" + "x" * 10**4]
-    made = [*RECORDS[:2], *steps(1, [9.0, 8.0], 1010.0)]
-    for one, sign in zip(made[2:], (1, -1), strict=True):
-        one["metrics"] |= dict.fromkeys(hostile, sign * 1e308)
-    *files, _ = plots.read(written(tmp_path, made), metrics=hostile).write(tmp_path / "plots")
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-
-
 def test_errors_name_the_fix(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "empty", RECORDS[:1])
