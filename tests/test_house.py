@@ -34,7 +34,7 @@ LIMITS = {
     "lines of it over 120 characters": 0,
     "lines of layout, passes and step": 4175,
     "docstrings that begin with What, How, Where or Whether": 0,
-    "lines of tests": 32998,
+    "lines of tests": 33000,
 }
 WALK = {"files of a step on the host": 19, "calls of it": 91, "files in its trace": 21}
 

@@ -260,7 +260,8 @@ ACTIVATIONS = {
 
 def compiled(f, *shapes):
     placed = jax.sharding.NamedSharding(jzero.make_mesh(devices=gpu_devices("h100", 1)), jax.P())
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed) for shape in shapes]
+    given = [s if isinstance(s[0], tuple) else (s, jnp.bfloat16) for s in shapes]
+    args = [jax.ShapeDtypeStruct(*each, sharding=placed) for each in given]
     return jax.jit(f).lower(*args).compile().as_text()
 
 
@@ -268,8 +269,8 @@ def kernels(text):
     return re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*/map_parts', text)
 
 
-def passes_over(text, shape):
-    loops = rf"bf16\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
+def passes_over(text, shape, dtype="bf16"):
+    loops = rf"{dtype}\[{shape}\].* fusion\(.*kind=k(?:Loop|Input)"  # kCustom: products
     return [line for line in text.split("\nENTRY ")[1].splitlines() if re.search(loops, line)]
 
 

@@ -114,6 +114,7 @@ def test_optimizers_passed_to_initialize():
         ("AdamW", {"adam_w_mode": False}, ["adam_w_mode: False", '"Adam"']),
         ("AdamW", {"b1": 0.9, "betas": [0.9, 0.99]}, ["optimizer.params.b1: betas [0.9, 0.99] is given too"]),
         ("SGD", {"state_dtype": "fp8"}, ["optimizer.params.state_dtype: 'fp8' belongs to \"optimizer\", next to"]),
+        ("SGD", {"dampening": 0.1}, ["dampening: 0.1"]),
         ("SGD", {"nesterov": True}, ["nesterov: true needs a momentum"]),
         ("Muon", {"ns_method": "polar"}, ["ns_method: 'polar'", '"gram" or "standard"']),
         ("Muon", {"per_head_muon": True}, ["per_head_muon: True", "not supported yet"]),

@@ -105,6 +105,9 @@ def test_the_heads_of_an_attention():
 def test_both_tables():
     both = "dimensions and tensor_parallel.partition_config.layer_specs: both say"
     refused(lambda: make_step("nnx", [COLUMN], dimensions={"up/kernel": 1}), both)
+    table = {"tensor_parallel": {"partition_config": {"layer_specs": [COLUMN]}}}
+    no_axis = "tensor_parallel.partition_config: does nothing on a mesh with tensor 1"
+    refused(lambda: tensor_models.make_step("nnx", zero=2, more=table), no_axis)
 
 
 def test_what_asks_for_nothing_and_defaults():

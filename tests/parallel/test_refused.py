@@ -71,6 +71,10 @@ REFUSED = {
         lambda: jzero.make_mesh({"expert_parallel": {"enabled": True, "autoep_size": 2}, "mesh": {"expert": 4}}),
         "expert_parallel.autoep_size = 2 and mesh.expert = 4", "both are the degree",
     ),
+    "sequence_parallel_size and a mesh passed in": (
+        lambda: on_mesh({"sequence_parallel_size": 2}, context=4),
+        "sequence_parallel_size = 2 in the config, but the mesh passed in has context 4",
+    ),
     "autotp_size and a mesh passed in": (
         lambda: on_mesh({"tensor_parallel": {"autotp_size": 4, "dimensions": DIMENSIONS["nnx"]}}, tensor=2, zero=2),
         "autotp_size = 4 in the config, but the mesh passed in has tensor 2",

@@ -14,12 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.pictures import drawing, html
-from jzero.planner import bytes_by_stage, gpu_devices
+from jzero.planner import bytes_by_stage
 
 pytest.importorskip("matplotlib")
 WIDTH, CLASSES = 64, 16
-
-
 CONFIG = settings(32, 3, accum=2, optimizer={"type": "AdamW"}, mesh={"data": 2, "zero": 4})
 
 
@@ -38,7 +36,7 @@ def _devices(texts):
 
 
 def test_a_mesh_shows_every_device_once():
-    """In one colour for each shard; a large mesh shows its ends."""
+    """In one colour for each shard."""
     mesh = jzero.make_mesh(pipe=2, data=2)
     figure = jzero.pictures.draw_mesh(mesh)
     texts = drawn(figure)
@@ -48,11 +46,6 @@ def test_a_mesh_shows_every_device_once():
     assert [len(colours) for colours in shards] == [1, 1]
     assert shards[0] != shards[1]
     assert {"pipe 0", "pipe 1", "data 0", "data 1", "zero 0", "zero 1"} <= set(texts)
-    figure = jzero.pictures.draw_mesh(jzero.make_mesh(pipe=4, data=16, zero=8, devices=gpu_devices("h100", 512)))
-    texts = _devices(text.get_text() for text in figure.axes[0].texts)
-    assert len(texts) == 4 * 2 * 8  # data 0 and data 15
-    assert (texts[0], texts[-1]) == ("device 0", "device 511\nprocess 63")
-    assert figure.axes[0].get_title(loc="left").endswith(" = pipe 4 x data 16 x zero 8")
 
 
 SHARDED = [((8, 16), P("zero", "data")), ((2, 8, 4), P("data", None, "zero")), ((32,), P(("data", "zero"))), ((), P())]

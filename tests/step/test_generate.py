@@ -97,6 +97,9 @@ def test_greedy_is_the_plain_modules(name, layout):
     found = step.generate(state, TOKENS, NEW, attention_mask=MASK, numpy=True)
     assert isinstance(found, np.ndarray)
     np.testing.assert_array_equal(found, case(name)[2])
+    if name == "everything" and "tensor" in LAYOUTS[layout]:  # keys and values of this device's heads alone
+        shapes = kept_or_gathered(step, state, np.zeros((6, S), np.int32), np.zeros(6, np.int32))
+        assert {x[-2] for x in shapes if x[-3:-2] == (S + NEW,)} == {2 if layout == "tensor of 4" else 1}
 
 
 @pytest.mark.slow
@@ -114,10 +117,10 @@ def test_zero3_gathers_the_layers_in_every_pass():
     assert (prompt, sum(gathers.values())) == (stacked + ends, stacked)
 
 
-def kept_or_gathered(step, state, tokens):
+def kept_or_gathered(step, state, tokens, padding=None):
     """The shapes of what the loops of a program carry, and of what it gathers."""
     run, rows = step.generate._run.program, jax.NamedSharding(step.mesh, batch_spec(step.mesh))
-    batch = jax.device_put((tokens, None), rows)  # as in a call, which then traces no more
+    batch = jax.device_put((tokens, padding), rows)  # as in a call, which then traces no more
     program = run.trace(state.params, batch, NO_KEY, np.int32(len(TOKENS)), None, new=NEW)
     loops = [one.eqn for one in operations(program.jaxpr) if one.name in ("while", "scan", "all_gather")]
     return {x.aval.shape for eqn in loops for x in eqn.outvars}
@@ -299,6 +302,8 @@ def test_mistakes():
         ({"rng": key, "temperature": -1}, "temperature = -1: must be a number >= 0"),
         ({"rng": key, "top_k": 0, "top_p": 0}, "(?s)top_k = 0: must be a positive integer.*top_p = 0: must be"),
         ({"rng": 3}, "rng = 3: must be one key"),
+        ({"rng": key, "top_p": 1.1}, "top_p = 1.1: must be a number > 0 and <= 1"),
+        ({"eos_token_id": 2**32 + 2}, "eos_token_id = .*: must be a token"),
         ({"eos_token_id": [2.5]}, "eos_token_id = .*: must be a token"),
         ({"tokens": TOKENS - 61}, r"tokens\[0, 0\] = -\d+: must be a token .*, or 0 in attention_mask"),
         ({"tokens": np.maximum(TOKENS, np.arange(S) * 10)}, r"\[0, 7\] = 70: must be a token below .* 61"),

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers.drawn import random_params
 from helpers.named_models import model_of
+from helpers.refusals import compilations
 from helpers.steps import mesh, settings
 
 import jzero
@@ -87,6 +88,17 @@ def test_a_loss_that_needs_more_than_the_data(monkeypatch):
     config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, "optimizer": ADAMW}
     engine = jzero.initialize(model=dense(loss), config=config, training_data=X, params=random_params(dense()))[0]
     assert np.isfinite(float(engine.train_batch(extra=np.float32(1.0))))
+
+
+def test_a_check_compiles_nothing_twice(monkeypatch):
+    def compiled(size):
+        limit(monkeypatch, size)
+        compilations.clear()
+        jzero.initialize(model=dense(), config=CONFIG, mesh=mesh(2), training_data=X)[0].train_batch()
+        return len(compilations)
+
+    compiled(None)  # what is compiled once in a process
+    assert compiled(2**40) == compiled(None) > 0
 
 
 def test_a_step_that_runs_out_of_memory(monkeypatch):

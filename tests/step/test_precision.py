@@ -106,6 +106,7 @@ NO_CHECK = {"check_grad_overflow": False}
         (config("fp16"), "float16 float32 float32 float16 float32", (True, True, 65536)),
         (config("bf16", "bf16", "fp32", bf16=NO_CHECK), "bfloat16 float32 bfloat16 float32 float32", (False, False, 1)),
         (config("bf16", bf16={f"bf16_{LOW}": True}), "bfloat16 bfloat16 float32 bfloat16 float32", (True, False, 1)),
+        (config("fp16", fp16={f"fp16_{LOW}": True}), "float16 float16 float32 float16 float32", (True, True, 65536)),
         (config("bf16", bf16=LOW_STATE), "bfloat16 bfloat16 float32 bfloat16 bfloat16", (True, False, 1)),
         (config("bf16", "float16", "torch.half"), "bfloat16 float32 float16 float16 float32", (True, False, 1)),
         (config("fp32", bf16=LOW_STATE | NO_CHECK), "float32 float32 float32 float32 float32", (True, False, 1)),

@@ -78,11 +78,6 @@ class Sharing:
     loss = stack_loss
 
 
-@pytest.mark.parametrize(("first", "last"), [("replaces", "passes"), ("passes", "replaces"), ("passes", "reads")])
-def test_state_of_one_end_of_a_pipeline(first, last):
-    jzero.make_train_step(Sharing(first, last), config(3), mesh=mesh(2, pipe=2)).trace(BATCHES[0])
-
-
 @pytest.mark.parametrize("stage", keep([0, 3], [0]))
 def test_replicas_agree_on_integers_and_bools(stage):
     """Every replica counts its own labels: the first one's counts are kept on all devices, and the mean of floats."""

@@ -16,6 +16,7 @@ from helpers.steps import mesh, settings, started, started_with_numpy
 import jzero
 from jzero.model import stack_loss
 from jzero.passes.gradients import sums_of_squares
+from jzero.step import state
 
 
 class Square:
@@ -24,6 +25,22 @@ class Square:
 
     def loss(self, params, batch, rng):
         return ((batch @ params["w"]) ** 2).mean()
+
+
+def test_only_small_parameters_on_one_gpu_are_drawn_by_a_kernel(monkeypatch):
+    """XLA divides it among no devices, and for large parameters its operands would fill the memory."""
+    seen = []
+
+    class Drawn(Square):
+        def init(self, rng):
+            seen.append(jax.config.jax_threefry_gpu_kernel_lowering)
+            return super().init(rng)
+
+    monkeypatch.setattr(state, "is_gpu", lambda mesh: True)
+    for devices, limit, by_kernel in ((1, 2**26, True), (1, 100, False), (2, 2**26, False)):
+        monkeypatch.setattr(state, "DRAWN", limit)
+        started(Drawn(), settings(2), mesh(devices))
+        assert seen[-1] == by_kernel
 
 
 @pytest.mark.parametrize("stage", keep([1, 3], [3]))

@@ -13,6 +13,8 @@ from hugging_face import CASES, step_of, torch, transformers, written
 from safetensors.numpy import load_file, save_file
 
 from jzero import weights
+from jzero.weights.fp8_blocks import unpacked_fp8
+from jzero.weights.safetensors import File
 from models import config_from_hf
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -98,6 +100,15 @@ def test_parts_of_matrices_on_each_layout(kind, layout, downloads):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     matrix = found["stack"]["mlp"]["gate_up"] if kind == "mxfp4" else found["stack"]["attention"]["q_up"]["kernel"]
     assert abs(np.asarray(matrix)).max() > 0.05
+
+
+def test_a_large_matrix_is_decoded_in_small_windows(tmp_path):
+    """Decoding takes 14 bytes of memory for each element."""
+    large = {"w": np.zeros((4096, 4096), ml_dtypes.float8_e4m3fn), "w_scale_inv": np.ones((32, 32), np.float32)}
+    save_file(large, tmp_path / "model.safetensors")
+    *_, file = unpacked_fp8([File.open(tmp_path / "model.safetensors")])
+    sizes = [x.size for _, x in file.windows("w", (slice(0, 4096), slice(0, 4096)))]
+    assert (sum(sizes), max(sizes)) == (2**24, 2**20)
 
 
 O_PROJ, DOWN = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.experts.down_proj"

@@ -136,7 +136,7 @@ def test_a_table_that_does_not_fit(row, words):
     says(lambda: tensors(LEAVES, {**TABLE, "tensors": [row, *TABLE["tensors"][1:]]}), words)
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "BOOL", "F32", "F8_E4M3", "I64", "U8"])
+@pytest.mark.parametrize("dtype", ["BF16", "BOOL", "F32", "I64", "U8"])
 def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
     kind, box = safetensors.DTYPES[dtype], (slice(0, 2), slice(0, 3))
     values = np.arange(6).reshape(2, 3).astype(kind)
@@ -144,13 +144,12 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
     writer = TensorWriter({tmp_path / "a": tensors(array, None)})
     writer.write("a", box, values)
     writer.write("empty", (slice(0, 0), slice(0, 4)), np.zeros((0, 4), kind))
-    if not dtype.startswith("F8"):  # the safetensors library does not support these for NumPy
-        found = load_file(tmp_path / "a")
-        assert (found["a"].dtype, found["empty"].shape) == (kind, (0, 4))
-        np.testing.assert_array_equal(found["a"], values)
-        save_file({"a": values}, tmp_path / "b")
-        (_, view), = File.open(tmp_path / "b").windows("a", box)  # fmt: skip
-        np.testing.assert_array_equal(view, values)
+    found = load_file(tmp_path / "a")
+    assert (found["a"].dtype, found["empty"].shape) == (kind, (0, 4))
+    np.testing.assert_array_equal(found["a"], values)
+    save_file({"a": values}, tmp_path / "b")
+    (_, view), = File.open(tmp_path / "b").windows("a", box)  # fmt: skip
+    np.testing.assert_array_equal(view, values)
 
 
 def test_a_dtype_that_files_do_not_support(tmp_path):

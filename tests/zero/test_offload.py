@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layouts import LAYOUTS, Net, assert_same, batch, make_mesh, settings
 
 import jzero
+from jzero.checkpoint import async_save
 from jzero.checkpoint.checksums import checksums
 from jzero.checkpoint.snapshot import layer_sharding
-from jzero.distributed import host_collectives, joining
+from jzero.distributed import heartbeat, host_collectives, joining
 from jzero.distributed.machine import memory_gb
 from jzero.layout import offload
 from jzero.planner import gpu_devices, memory
@@ -112,6 +113,15 @@ def test_parameters_from_elsewhere_and_a_large_state_go_there_too(monkeypatch, t
     for state in (given, fresh, some, engine.state):
         assert (on_host(state.params), on_host(state.opt_state)) == (SIZE, 2 * SIZE)
     np.testing.assert_array_equal(engine.state.params["stack"]["w"], params["stack"]["w"].astype(jnp.bfloat16))
+
+
+@pytest.mark.slow
+def test_the_watchdog_sees_a_save_until_it_is_complete(monkeypatch, tmp_path):
+    engine, _ = run("one", OPTIMIZER, steps=1)
+    write, seen = async_save._write, []
+    monkeypatch.setattr(async_save, "_write", lambda *args: write(*args) or seen.append(heartbeat.pending()[0] > 0))
+    engine.save_checkpoint(tmp_path)
+    assert seen == [True]
 
 
 def test_layers_of_a_listed_stack_are_read_into_host_memory():
