@@ -1,6 +1,8 @@
 """Checkpoints on disks that are full, vanish or cannot be written: the error names the reason, nothing is lost."""
 
+import asyncio
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ import pytest
 from helpers.checkpoints import ROWS, assert_read, assert_saves, nothing_left_over, state  # noqa: F401
 
 import jzero
-from jzero.checkpoint import Checkpoint, async_save, save
+from jzero.checkpoint import Checkpoint, async_save, orbax_trees, save
 from jzero.checkpoint.async_save import Presence
 
 
@@ -154,3 +156,25 @@ def test_a_place_that_cannot_be_written(tmp_path, place, words):
     (tmp_path / "file").write_text("")
     with pytest.raises(jzero.CheckpointError, match=words):
         save(state(), tmp_path / place, "a")
+
+
+ORBAX = "/site-packages/orbax/checkpoint/_src/write.py"
+TOLD = 'RESOURCE_EXHAUSTED: Error writing "l25/0" in OCDBT database at local file "/runs/a.saving/"'
+
+
+@pytest.mark.parametrize(("file", "logged"), [(ORBAX, []), ("/mine.py", ["asyncio"])])
+def test_futures_that_orbax_abandons_are_not_logged(caplog, file, logged):
+    """At a full disk it gathers writes, and leaves the loop at the first error."""
+    orbax_trees.import_orbax()
+    made = {}
+    exec(compile("async def write():\n    raise ValueError('No space left on device')", file, "exec"), made)
+
+    async def leave():
+        asyncio.get_running_loop().create_future().set_exception(ValueError(TOLD))
+        writes = asyncio.gather(made["write"](), made["write"]())
+        await asyncio.sleep(0.01)
+        assert writes.done()
+
+    asyncio.run(leave())
+    gc.collect()
+    assert [record.name for record in caplog.records if "was never retrieved" in record.getMessage()] == logged

@@ -101,27 +101,3 @@ def test_a_wheel_in_an_empty_environment(python, wheel, tmp_path):
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     run(command, "finetune", "llama:tiny", "sums.jsonl", "--steps", "2", "--evaluations", "1", cwd=tmp_path)
     assert {path.name for path in (tmp_path / "finetuned/model").iterdir()} >= {"model.safetensors", "config.json"}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.gpu_compile
-def test_the_notebook_installs_the_wheel_and_runs(wheel, tmp_path, monkeypatch):
-    """As in Colab: an environment with a kernel, and the wheel beside the notebook, whose first cell installs it."""
-    monkeypatch.setenv("PIP_CONSTRAINT", str(ROOT / "constraints.txt"))
-    place, python = tmp_path / "place", tmp_path / "venv/bin/python"
-    place.mkdir()
-    shutil.copy(wheel, place)
-    shutil.copy(ROOT / "experiments/quickstart.ipynb", place)
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
-    run(python, "-m", "pip", "install", "-q", "ipykernel", "nbclient")
-    code = (
-        f"import sys; sys.path.append({str(ROOT / 'docs')!r}); import nbformat, pathlib, run_notebook; "
-        "ran = run_notebook.run(pathlib.Path('quickstart.ipynb').resolve()); nbformat.write(ran, 'ran.ipynb')"
-    )
-    run(python, "-c", code, cwd=place)
-    cells = [cell for cell in json.loads((place / "ran.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
-    printed = ["".join(output.get("text", "")) for cell in cells for output in cell["outputs"]]
-    assert all(cell["execution_count"] for cell in cells)
-    assert any(text.startswith("Memory(peak ") for text in printed)  # the plan, whose compiler the wheel's extra brings
-    assert run(python, "-c", "import jzero; print(jzero.__file__)", cwd=place).startswith(str(tmp_path / "venv"))
