@@ -180,7 +180,7 @@ def test_the_formula_takes_offload():
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     found = bytes_by_stage(Flat(2**20), CONFIG | {"zero_optimization": zero}, devices=described_gpus("h200", 2))[1]
     assert found.host == pytest.approx(12 * 2**20 / 2, rel=0.02)
-    assert found.persistent == pytest.approx(0, abs=2**17)
+    assert found.persistent == pytest.approx(0, abs=found.host / 50)  # counters
 
 
 def test_xlas_limit_is_what_the_run_will_have(monkeypatch):
